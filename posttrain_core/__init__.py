@@ -1,0 +1,1 @@
+"""posttrain_core: the pipeline without its scheduler. Never imports Prefect."""
