@@ -1,0 +1,174 @@
+"""The in-process sampler: any local Hugging Face causal LM, served by transformers in this process.
+
+For small models and tests. The same call again gives the same tokens and log-probabilities bit for bit on a CPU
+with a fixed number of threads; a request's random numbers never depend on its neighbours.
+"""
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from posttrain_core.config import InProcessSamplerConfig
+from posttrain_core.errors import SamplerUnavailable
+from posttrain_core.records import FinishReason, Message
+from posttrain_core.sampling.decoding import Decoder
+from posttrain_core.sampling.protocol import Completion, SampleRequest
+from posttrain_core.sampling.weights import copy_weights, mismatches, read_weights, summary
+
+
+class InProcessSampler:
+    """A `Sampler` on one device. `dtype` names the precision of the weights ("float32", "bfloat16").
+
+    The first `load_policy` builds model and tokenizer; later ones replace the weights only: all versions of a
+    run share architecture and tokenizer.
+    """
+
+    def __init__(self, config: InProcessSamplerConfig, dtype: str = "float32") -> None:
+        if config.num_threads > 0:
+            torch.set_num_threads(config.num_threads)
+        self._device = _device(config.device)
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._max_batch_size = config.max_batch_size
+        self._lock = threading.Lock()
+        self._tokenizer_lock = threading.Lock()
+        self._held: tuple[int, Path] | None = None
+        self._model: Any = None
+        self._tokenizer: Any = None
+        self._decoder: Decoder | None = None
+        self._context_length = 0
+
+    @property
+    def context_length(self) -> int:
+        self._loaded()
+        return self._context_length
+
+    def load_policy(self, version: int, folder: Path) -> None:
+        """Raises SamplerUnavailable where the folder cannot be read or does not fit; the held policy stays."""
+        with self._lock:
+            if self._held == (version, folder):
+                return
+            try:
+                if self._decoder is None:
+                    self._build(folder)
+                else:
+                    self._swap(version, folder)
+            except (OSError, ValueError, SafetensorError) as error:
+                raise SamplerUnavailable(
+                    f"policy version {version} cannot be loaded from {folder}: {error}; "
+                    "the folder must hold config, tokenizer and safetensors of a causal LM"
+                ) from error
+            self._held = (version, folder)
+
+    def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Through the chat template with its generation prompt.
+
+        A tokenizer without template gets one "role: content" line per message and the line "assistant:" last.
+        """
+        self._loaded()
+        with self._tokenizer_lock:
+            if self._tokenizer.chat_template:
+                ids = self._tokenizer.apply_chat_template(
+                    [_chat_message(message) for message in messages],
+                    add_generation_prompt=True,
+                    tokenize=True,
+                    return_dict=False,
+                )
+            else:
+                lines = "".join(f"{message.role}: {message.content}\n" for message in messages)
+                ids = self._tokenizer(lines + "assistant:")["input_ids"]
+        return tuple(ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        self._loaded()
+        with self._tokenizer_lock:
+            text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """`max_new_tokens` is clipped to the context; a prompt that leaves no room is refused, with no tokens."""
+        with self._lock:
+            decoder = self._loaded()
+            completions = [Completion((), (), FinishReason.REFUSED)] * len(requests)
+            fitting = self._fitting(requests)
+            # Equal prompts become neighbours, equal lengths too: little padding, and each prompt is computed once.
+            order = sorted(fitting, key=lambda index: (len(requests[index].prompt_ids), requests[index].prompt_ids))
+            for start in range(0, len(order), self._max_batch_size):
+                indices = order[start : start + self._max_batch_size]
+                for index, completion in zip(indices, decoder.decode([fitting[i] for i in indices]), strict=True):
+                    completions[index] = completion
+        return completions
+
+    def close(self) -> None:
+        with self._lock:
+            self._held = self._model = self._tokenizer = self._decoder = None
+
+    def _loaded(self) -> Decoder:
+        if self._decoder is None:
+            raise SamplerUnavailable("the sampler holds no policy: call load_policy first")
+        return self._decoder
+
+    def _fitting(self, requests: Sequence[SampleRequest]) -> dict[int, SampleRequest]:
+        """Requests by index, clipped to the context; without those whose prompt leaves no room."""
+        fitting = {}
+        for index, request in enumerate(requests):
+            room = min(request.max_new_tokens, self._context_length - len(request.prompt_ids))
+            if room > 0 and request.prompt_ids:
+                fitting[index] = replace(request, max_new_tokens=room)
+        return fitting
+
+    def _build(self, folder: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=self._dtype)
+        self._context_length = _context_length(model, tokenizer)
+        model.to(self._device).eval().requires_grad_(False)
+        end_ids = _end_ids(model, tokenizer)
+        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids, default=0)
+        self._tokenizer, self._model = tokenizer, model
+        self._decoder = Decoder(model, end_ids, pad_id)
+
+    def _swap(self, version: int, folder: Path) -> None:
+        weights = read_weights(folder)
+        if problems := mismatches(self._model, weights):
+            raise SamplerUnavailable(
+                f"policy version {version} in {folder} does not fit the model that is held ({summary(problems)}); "
+                "all versions of a run share one architecture: start a new run for another model"
+            )
+        copy_weights(self._model, weights)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _context_length(model: Any, tokenizer: Any) -> int:
+    """From the model's configuration; models without a limit of their own (ALiBi) fall back to the tokenizer's."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokenizer.model_max_length
+    if limit > 2**30:
+        raise ValueError("neither config.json nor the tokenizer names a context length; set model_max_length")
+    return int(limit)
+
+
+def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends a turn, from the generation configuration and the tokenizer."""
+    configured = model.generation_config.eos_token_id
+    ids = set(configured) if isinstance(configured, list | tuple) else {configured}
+    return frozenset(ids | {tokenizer.eos_token_id}) - {None}
+
+
+def _chat_message(message: Message) -> dict[str, Any]:
+    """The form chat templates read."""
+    chat: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        chat["tool_calls"] = json.loads(message.tool_calls)
+    if message.tool_call_id:
+        chat["tool_call_id"] = message.tool_call_id
+    return chat
