@@ -1,0 +1,176 @@
+"""Arrow schemas of the tables, and the way between records and Parquet bytes.
+
+A table's name is a key of `TABLES`. Each object's footer carries the schema version, the fingerprint's fields and a
+digest of the rows, so an object found without its manifest can be judged by itself.
+"""
+
+import hashlib
+import json
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from posttrain_core.errors import ObjectCorrupt
+from posttrain_core.records import Execution, Message, PlanRow, Rollout, Sample, Verdict
+
+R = TypeVar("R")
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class DemonstrationRow:
+    """One supervised example of the warm start."""
+
+    domain: str
+    prompt: tuple[Message, ...]
+    response: str
+
+
+TABLES: dict[str, type] = {
+    "plan": PlanRow,
+    "rollouts": Rollout,
+    "executions": Execution,
+    "verdicts": Verdict,
+    "samples": Sample,
+    "demonstrations": DemonstrationRow,
+}
+
+
+def _list(item: pa.DataType) -> pa.DataType:
+    """Named as Parquet names it, so that what is read back has the schema of what was written."""
+    return pa.list_(pa.field("element", item))
+
+
+_NARROW = {  # token columns are most of the bytes
+    ("prompt_ids",): _list(pa.int32()),
+    ("response_ids",): _list(pa.int32()),
+    ("input_ids",): _list(pa.int32()),
+    ("loss_mask",): _list(pa.int8()),
+    ("sampler_logprobs",): _list(pa.float64()),
+}
+
+
+def arrow_type(hint: Any) -> pa.DataType:
+    """The Arrow type of a record field's annotation."""
+    origin = get_origin(hint)
+    if origin is tuple:
+        return _list(arrow_type(get_args(hint)[0]))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return pa.map_(*(arrow_type(argument) for argument in get_args(hint)))
+    if is_dataclass(hint):
+        return pa.struct(_arrow_fields(hint))
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return pa.string()
+    return {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}[hint]
+
+
+def _arrow_fields(record: Any) -> list[pa.Field]:
+    hints = get_type_hints(record)
+    return [
+        pa.field(f.name, _NARROW.get((f.name,)) or arrow_type(hints[f.name]), nullable=False) for f in fields(record)
+    ]
+
+
+def arrow_schema(name: str) -> pa.Schema:
+    return pa.schema(_arrow_fields(TABLES[name]))
+
+
+def to_table(name: str, records: Sequence[Any]) -> pa.Table:
+    """Records of the table's class, in order, as an Arrow table."""
+    schema = arrow_schema(name)
+    columns = [
+        pa.array([_plain(getattr(record, field.name)) for record in records], type=field.type) for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def from_table(record: type[R], table: pa.Table) -> list[R]:
+    """The inverse of `to_table`."""
+    hints = get_type_hints(record)
+    names = [f.name for f in fields(record)]  # type: ignore[arg-type]
+    columns = [[_typed(hints[name], value) for value in table.column(name).to_pylist()] for name in names]
+    return [record(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return sorted((key, _plain(item)) for key, item in value.items())
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value] if value and not isinstance(value[0], int | float) else list(value)
+    return value
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    origin = get_origin(hint)
+    if origin is tuple:
+        item = get_args(hint)[0]
+        return tuple(value) if item in (int, float, str) else tuple(_typed(item, element) for element in value)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return types.MappingProxyType(dict(value))
+    if is_dataclass(hint):
+        hints = get_type_hints(hint)
+        return hint(**{name: _typed(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return hint(value)
+    return value
+
+
+def to_parquet(table: pa.Table, fingerprint: Mapping[str, Any]) -> bytes:
+    """Deterministic bytes: zstd, page checksums, the fingerprint's fields and a digest of the rows in the footer."""
+    metadata = {
+        "posttrain.schema": str(SCHEMA_VERSION),
+        "posttrain.fingerprint": json.dumps(fingerprint, sort_keys=True),
+        "posttrain.rows": _rows_digest(table),
+    }
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.replace_schema_metadata(metadata), sink, compression="zstd", write_page_checksum=True)
+    return bytes(sink.getvalue())
+
+
+def from_parquet(data: bytes, key: str) -> tuple[pa.Table, dict[str, Any]]:
+    """The table and its fingerprint's fields; ObjectCorrupt, naming `key`, when the bytes are not what was written."""
+    try:
+        table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
+        metadata = {name.decode(): text.decode() for name, text in (table.schema.metadata or {}).items()}
+        fingerprint = json.loads(metadata["posttrain.fingerprint"])
+        intact = metadata["posttrain.rows"] == _rows_digest(table)
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        raise corrupt(key, f"it cannot be read ({str(error).splitlines()[0][:200] if str(error) else error!r})") from error
+    if not intact:
+        raise corrupt(key, "its rows do not match the digest in its footer")
+    return table.replace_schema_metadata(None), fingerprint
+
+
+def corrupt(key: str, what: str) -> ObjectCorrupt:
+    return ObjectCorrupt(
+        f"object {key!r} is damaged: {what}. Nothing was overwritten. Restore it from a copy, "
+        "or delete it so that its stage makes it again"
+    )
+
+
+def _rows_digest(table: pa.Table) -> str:
+    """Of the schema and the rows, whatever the chunking."""
+    plain = table.replace_schema_metadata(None).combine_chunks()
+    columns = {name: _map_as_list(plain.column(name)) for name in plain.column_names}
+    plain = pa.table(columns)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, plain.schema) as writer:
+        writer.write_table(plain)
+    return hashlib.sha256(sink.getvalue()).hexdigest()
+
+
+def _map_as_list(column: pa.ChunkedArray) -> pa.Array:
+    """Maps come back from Parquet with other inner names than they were written with; lists do not."""
+    array = column.combine_chunks()
+    if not pa.types.is_map(array.type):
+        return array
+    entries = pa.StructArray.from_arrays([array.keys, array.items], ["key", "value"])
+    return pa.ListArray.from_arrays(array.offsets, entries)

@@ -1,0 +1,157 @@
+"""What every stage needs of the run it belongs to: its store, settings, domains, lease, telemetry and progress."""
+
+import hashlib
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+
+from posttrain_core import layout
+from posttrain_core.config import RunConfig, Section
+from posttrain_core.domains.protocol import Domain
+from posttrain_core.domains.registry import make_domain
+from posttrain_core.errors import ConfigError, RunConflict
+from posttrain_core.layout import Scope
+from posttrain_core.lease import Lease
+from posttrain_core.manifest import (
+    Fingerprint,
+    Manifest,
+    ObjectRef,
+    check_fingerprint,
+    code_version,
+    digest_of,
+    environment,
+    find_manifest,
+    fingerprint,
+)
+from posttrain_core.store.protocol import ObjectStore
+
+NONCE = uuid.uuid4().hex[:12]  # of this process: names telemetry and attempts
+
+
+class Progress(Protocol):
+    """Told how far a stage is, from any thread."""
+
+    def advance(self, label: str, done: int, total: int) -> None: ...
+
+
+class NoProgress:
+    def advance(self, label: str, done: int, total: int) -> None:
+        return
+
+
+@dataclass
+class Run:
+    """One run that this process may write. `scratch` is a local folder for what need not outlive the process."""
+
+    store: ObjectStore
+    config: RunConfig
+    lease: Lease
+    scratch: Path
+    progress: Progress = field(default_factory=NoProgress)
+
+    @property
+    def name(self) -> str:
+        return self.config.run
+
+    @cached_property
+    def domains(self) -> dict[str, Domain]:
+        return {name: make_domain(name, config) for name, config in self.config.domains.items()}
+
+    @cached_property
+    def verdict_set(self) -> str:
+        """Names the verdicts by the verifiers that made them."""
+        return digest_of({name: domain.verifier_fingerprint() for name, domain in self.domains.items()})[:12]
+
+    def seed(self, *path: str | int) -> int:
+        """63 bits that depend on the run's seed and the path only."""
+        text = json.dumps([self.config.seed, *path])
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+    def fingerprint(self, inputs: Mapping[str, str], *sections: str) -> Fingerprint:
+        """Of input digests and the semantic settings under the named sections of the configuration."""
+        return fingerprint(inputs, {name: semantic_settings(getattr(self.config, name)) for name in sections})
+
+    def manifest(self, scope: Scope, stage: str) -> Manifest:
+        """A committed manifest; ConfigError is never raised here: a missing one is a programming error."""
+        found = self.find(scope, stage)
+        if found is None:
+            raise RunConflict(f"{layout.manifest(self.name, scope, stage)} is missing: {stage} did not run")
+        return found
+
+    def find(self, scope: Scope, stage: str) -> Manifest | None:
+        return find_manifest(self.store, layout.manifest(self.name, scope, stage))
+
+    def policy(self, version: int) -> Manifest:
+        """The publish manifest of a policy version."""
+        found = self.find_policy(version)
+        if found is None:
+            raise RunConflict(f"policy version {version} of run {self.name!r} was not published")
+        return found
+
+    def find_policy(self, version: int) -> Manifest | None:
+        if version == 0:
+            return find_manifest(self.store, layout.start_manifest(self.name, "publish"))
+        return self.find(Scope(version - 1), "publish")
+
+    @contextmanager
+    def timed(self, scope: Scope, stage: str, shard: int = 0, **facts: Any) -> Iterator[dict[str, Any]]:
+        """Telemetry of one computation, written when the block ends and before its result is committed."""
+        record: dict[str, Any] = {"stage": stage, "shard": shard, "host": socket.gethostname(), "pid": os.getpid()}
+        record |= {"process": NONCE, **facts, "started": time.time()}
+        yield record
+        record["ended"] = time.time()
+        key = layout.telemetry(self.name, scope, stage, shard, uuid.uuid4().hex[:12])
+        self.store.put_volatile(key, json.dumps(record).encode())
+
+
+def semantic_settings(value: Any) -> Any:
+    """A setting as JSON without its operational fields."""
+    if isinstance(value, Section):
+        kept = {}
+        for name, info in type(value).model_fields.items():
+            extra = info.json_schema_extra
+            if not isinstance(extra, dict) or extra.get("semantic", True):
+                kept[name] = semantic_settings(getattr(value, name))
+        return kept
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return {name: semantic_settings(item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [semantic_settings(item) for item in value]
+    return value
+
+
+def open_run(store: ObjectStore, config: RunConfig) -> None:
+    """Write `run.json`, or check that the one found has the same semantic settings."""
+    key = layout.run_record(config.run)
+    record = {
+        "config": config.model_dump(mode="json"),
+        "code_version": code_version(),
+        "environment": environment(),
+        "created": time.strftime("%Y-%m-%d %H:%M:%S%z"),
+    }
+    if store.put_if_absent(key, json.dumps(record, indent=1).encode()):
+        return
+    known = read_config(store, config.run)
+    check_fingerprint(key, fingerprint({}, semantic_settings(known)), fingerprint({}, semantic_settings(config)))
+
+
+def read_config(store: ObjectStore, run: str) -> RunConfig:
+    """The configuration a run was started with; ConfigError when there is no such run."""
+    key = layout.run_record(run)
+    if store.stat(key) is None:
+        raise ConfigError(f"no run {run!r} in {store.url} (looked for {key})")
+    return RunConfig.model_validate(json.loads(store.get(key))["config"])
+
+

@@ -1,0 +1,75 @@
+"""execute: a fresh sandbox that the policy never touched runs each work product on inputs the policy never saw."""
+
+from posttrain_core import layout
+from posttrain_core.layout import Scope
+from posttrain_core.manifest import (
+    Manifest,
+    ObjectRef,
+    code_version,
+    commit_manifest,
+    commit_table,
+    find_manifest,
+    find_table,
+    read_table,
+)
+from posttrain_core.records import Execution, ExecutionStatus, Outcome, PlanRow, Rollout
+from posttrain_core.sandbox.protocol import ProgramRequest, Sandbox
+from posttrain_core.stages.context import Run
+from posttrain_core.stages.plan import parse_problem
+
+
+def execute_shard(run: Run, scope: Scope, shard: int, rollouts: ObjectRef, sandbox: Sandbox) -> ObjectRef:
+    """Commit one shard of executions, or adopt the one that is there."""
+    plan = run.manifest(scope, "plan").objects[shard]
+    expected = run.fingerprint({"plan": plan.digest, "rollouts": rollouts.digest}, "sandbox", "domains")
+    key = layout.table(run.name, "executions", scope, shard)
+    found = find_table(run.store, key, expected)
+    if found is not None:
+        return found
+    rows = read_table(run.store, rollouts, Rollout)
+    problems = {row.rollout_id: row.problem for row in read_table(run.store, plan, PlanRow)}
+    with run.timed(scope, "execute", shard) as telemetry:
+        programs = [_program(run, row, problems[row.rollout_id]) for row in rows]
+        executions = _execute(run, rows, programs, sandbox)
+        telemetry["executions"] = len(executions)
+        telemetry["programs"] = len({program for program in programs if program})
+    return commit_table(run.store, key, "executions", executions, expected)
+
+
+def commit_execute(run: Run, scope: Scope, shards: list[ObjectRef]) -> Manifest:
+    """The stage's manifest, once every shard is there."""
+    expected = run.fingerprint({"generate": run.manifest(scope, "generate").digest}, "sandbox", "domains")
+    key = layout.manifest(run.name, scope, "execute")
+    found = find_manifest(run.store, key, expected)
+    if found is not None:
+        return found
+    manifest = Manifest("execute", scope.iteration, expected, tuple(shards), code_version=code_version())
+    return commit_manifest(run.store, key, manifest, run.lease.check)
+
+
+def _program(run: Run, rollout: Rollout, problem: str) -> ProgramRequest | None:
+    if rollout.outcome is not Outcome.SCORED:
+        return None
+    return run.domains[rollout.domain].program(parse_problem(problem), rollout)
+
+
+def _execute(
+    run: Run, rollouts: list[Rollout], programs: list[ProgramRequest | None], sandbox: Sandbox
+) -> list[Execution]:
+    """One row per rollout, in order; each distinct program of a domain runs once."""
+    results: dict[str, Execution] = {}
+    for name, domain in run.domains.items():
+        batch = [
+            (rollout.rollout_id, program)
+            for rollout, program in zip(rollouts, programs, strict=True)
+            if program is not None and rollout.domain == name
+        ]
+        distinct = list(dict.fromkeys(program for _, program in batch))
+        answers = dict(zip(distinct, sandbox.run_programs(distinct, domain.limits) if distinct else [], strict=True))
+        for rollout_id, program in batch:
+            answer = answers[program]
+            results[rollout_id] = Execution(
+                rollout_id, answer.status, answer.returns, answer.stdout, answer.stderr, answer.isolation, answer.reason
+            )
+    nothing = ExecutionStatus.NOTHING
+    return [results.get(rollout.rollout_id) or Execution(rollout.rollout_id, nothing) for rollout in rollouts]

@@ -1,0 +1,106 @@
+"""generate: a sampler turns plan rows into rollouts."""
+
+from pathlib import Path
+
+from posttrain_core import layout
+from posttrain_core.layout import Scope
+from posttrain_core.manifest import (
+    Manifest,
+    ObjectRef,
+    code_version,
+    commit_manifest,
+    commit_table,
+    fetch_folder,
+    find_manifest,
+    find_table,
+    read_table,
+)
+from posttrain_core.records import FinishReason, Message, Outcome, PlanRow, Rollout
+from posttrain_core.sampling.protocol import Completion, Sampler, SampleRequest
+from posttrain_core.stages.context import Run
+from posttrain_core.stages.plan import parse_problem
+
+
+def generate_shard(run: Run, scope: Scope, shard: int, sampler: Sampler) -> ObjectRef:
+    """Commit one shard of rollouts, or adopt the one that is there."""
+    plan, policy = run.manifest(scope, "plan").objects[shard], run.policy(scope.iteration)
+    expected = run.fingerprint({"plan": plan.digest, "policy": policy.digest}, "sampler", "model")
+    key = layout.table(run.name, "rollouts", scope, shard)
+    found = find_table(run.store, key, expected)
+    if found is not None:
+        return found
+    rows = read_table(run.store, plan, PlanRow)
+    sampler.load_policy(scope.iteration, policy_folder(run, policy))
+    with run.timed(scope, "generate", shard) as telemetry:
+        rollouts = make_rollouts(sampler, rows)
+        telemetry["rollouts"] = len(rollouts)
+        telemetry["tokens"] = sum(rollout.num_response_tokens for rollout in rollouts)
+    return commit_table(run.store, key, "rollouts", rollouts, expected)
+
+
+def commit_generate(run: Run, scope: Scope, shards: list[ObjectRef]) -> Manifest:
+    """The stage's manifest, once every shard is there."""
+    expected = run.fingerprint({"plan": run.manifest(scope, "plan").digest}, "sampler", "model")
+    key = layout.manifest(run.name, scope, "generate")
+    found = find_manifest(run.store, key, expected)
+    if found is not None:
+        return found
+    manifest = Manifest("generate", scope.iteration, expected, tuple(shards), code_version=code_version())
+    return commit_manifest(run.store, key, manifest, run.lease.check)
+
+
+def policy_folder(run: Run, policy: Manifest) -> Path:
+    """A local folder that holds the policy's files, checked against their digests."""
+    prefix = policy.notes["prefix"]
+    return fetch_folder(run.store, policy.objects, prefix, run.scratch / "policies")
+
+
+def make_rollouts(sampler: Sampler, rows: list[PlanRow]) -> list[Rollout]:
+    """One rollout per row, in order. Prompts that do not fit are never sent: `unscorable`."""
+    prompts = {row.problem: sampler.encode(parse_problem(row.problem).prompt) for row in rows}
+    fits = [len(prompts[row.problem]) + row.max_new_tokens <= sampler.context_length for row in rows]
+    requests = [
+        SampleRequest(prompts[row.problem], row.seed, row.max_new_tokens, row.temperature)
+        for row, fit in zip(rows, fits, strict=True)
+        if fit
+    ]
+    completions = iter(sampler.sample(requests))
+    refused = Completion((), (), FinishReason.REFUSED)
+    return [
+        _rollout(sampler, row, prompts[row.problem], next(completions) if fit else refused)
+        for row, fit in zip(rows, fits, strict=True)
+    ]
+
+
+def _rollout(sampler: Sampler, row: PlanRow, prompt_ids: tuple[int, ...], completion: Completion) -> Rollout:
+    text = sampler.decode(completion.response_ids)
+    outcome, reason = Outcome.SCORED, ""
+    if completion.finish_reason is FinishReason.REFUSED:
+        outcome = Outcome.UNSCORABLE
+        reason = (
+            f"prompt of {len(prompt_ids)} tokens and {row.max_new_tokens} new ones exceed the context "
+            f"of {sampler.context_length}"
+        )
+    elif completion.finish_reason is FinishReason.LENGTH:
+        outcome, reason = Outcome.TRUNCATED, f"max_new_tokens ({row.max_new_tokens})"
+    return Rollout(
+        rollout_id=row.rollout_id,
+        group_id=row.group_id,
+        problem_id=row.problem_id,
+        domain=row.domain,
+        purpose=row.purpose,
+        sample_index=row.sample_index,
+        seed=row.seed,
+        policy_version=row.policy_version,
+        messages=(*parse_problem(row.problem).prompt, Message("assistant", text)),
+        prompt_ids=prompt_ids,
+        response_ids=completion.response_ids,
+        sampler_logprobs=completion.logprobs,
+        loss_mask=(1,) * len(completion.response_ids),
+        finish_reason=completion.finish_reason,
+        num_prompt_tokens=len(prompt_ids),
+        num_response_tokens=len(completion.response_ids),
+        text=text,
+        outcome=outcome,
+        reason=reason,
+    )

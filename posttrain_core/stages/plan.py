@@ -1,0 +1,135 @@
+"""plan: which problems, how many rollouts each, with which seeds, budgets and policy version.
+
+A pure function of the run's seed and settings, and of the policy version it samples. Immutable once committed.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import accumulate, pairwise
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from posttrain_core import layout
+from posttrain_core.domains.protocol import Domain
+from posttrain_core.layout import Scope
+from posttrain_core.manifest import Manifest, code_version, commit_manifest, commit_table, find_manifest
+from posttrain_core.records import Message, PlanRow, Problem, Purpose, Split
+from posttrain_core.stages.context import Run
+
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+def plan(run: Run, scope: Scope) -> Manifest:
+    """Commit the plan of an iteration or an evaluation: one table per shard."""
+    key = layout.manifest(run.name, scope, "plan")
+    sections = ("seed", "domains", "plan") if scope.purpose is Purpose.TRAIN else ("seed", "domains", "plan", "eval")
+    expected = run.fingerprint({"policy": run.policy(scope.iteration).digest}, *sections)
+    found = find_manifest(run.store, key, expected)
+    if found is not None:
+        return found
+    with run.timed(scope, "plan"):
+        rows = list(plan_rows(run, scope))
+        shards = split_shards(rows, run.config.plan.rollouts_per_shard)
+    refs = [
+        commit_table(run.store, layout.table(run.name, "plan", scope, shard), "plan", part, expected)
+        for shard, part in enumerate(shards)
+    ]
+    counts = {"rollouts": float(len(rows)), "groups": float(len({row.group_id for row in rows}))}
+    manifest = Manifest("plan", scope.iteration, expected, tuple(refs), counts, code_version=code_version())
+    return commit_manifest(run.store, key, manifest, run.lease.check)
+
+
+def plan_rows(run: Run, scope: Scope) -> Iterator[PlanRow]:
+    """The rollouts of an iteration or an evaluation, group by group."""
+    evaluating = scope.purpose is not Purpose.TRAIN
+    settings = run.config.eval if evaluating else None
+    num_samples = settings.samples_per_problem if settings else run.config.plan.group_size
+    temperature = settings.temperature if settings else run.config.plan.temperature
+    label = "e" if evaluating else "i"
+    for number, problem in enumerate(_problems(run, scope)):
+        group_id = f"{label}{scope.iteration:05d}.p{number:04d}"
+        text = problem_json(problem)
+        for index in range(num_samples):
+            stream = "eval" if evaluating else scope.iteration  # evaluations of all versions use the same seeds
+            yield PlanRow(
+                rollout_id=f"{group_id}.r{index:02d}",
+                group_id=group_id,
+                problem_id=problem.id,
+                domain=problem.domain,
+                purpose=scope.purpose,
+                sample_index=index,
+                seed=run.seed("rollout", stream, problem.id, index),
+                policy_version=scope.iteration,
+                max_new_tokens=run.config.plan.max_new_tokens,
+                temperature=temperature,
+                problem=text,
+            )
+
+
+def split_shards(rows: Sequence[PlanRow], size: int) -> list[list[PlanRow]]:
+    """Shards of at most `size` rollouts (more only when one group is larger); a group is never split."""
+    groups: dict[str, list[PlanRow]] = {}
+    for row in rows:
+        groups.setdefault(row.group_id, []).append(row)
+    shards: list[list[PlanRow]] = []
+    for group in groups.values():
+        if not shards or len(shards[-1]) + len(group) > size:
+            shards.append([])
+        shards[-1].extend(group)
+    return shards
+
+
+def _problems(run: Run, scope: Scope) -> Iterator[Problem]:
+    weights = [config.weight for config in run.config.domains.values()]
+    if scope.purpose is Purpose.TRAIN:
+        size = run.config.plan.problems_per_iteration
+        before = training_counts(weights, size * scope.iteration)
+        after = training_counts(weights, size * (scope.iteration + 1))
+        split = Split.TRAIN
+    else:
+        before, after = [0] * len(weights), exact_counts(weights, run.config.eval.num_problems)
+        split = Split.HELD_OUT
+    for domain, start, end in zip(run.domains.values(), before, after, strict=True):
+        for offset in range(start, end):
+            yield domain.problem(split, _index(run, domain, split, offset))
+
+
+def training_counts(weights: Sequence[float], total: int) -> list[int]:
+    """How many of the first `total` training problems belong to each domain.
+
+    Problem k belongs to the domain in whose share of [0, 1) the k-th point of the golden-ratio sequence falls, so
+    every stretch of problems holds about its share of every domain, and no count ever falls.
+    """
+    points = np.modf((np.arange(total) + 0.5) * _GOLDEN)[0]
+    bounds = np.cumsum(weights) / np.sum(weights)
+    owners = np.minimum(np.searchsorted(bounds, points, side="right"), len(weights) - 1)
+    return np.bincount(owners, minlength=len(weights)).tolist()
+
+
+def exact_counts(weights: Sequence[float], total: int) -> list[int]:
+    """`total` shared by weight, each share rounded up or down."""
+    bounds = [0, *(round(total * part / sum(weights)) for part in accumulate(weights))]
+    return [high - low for low, high in pairwise(bounds)]
+
+
+def _index(run: Run, domain: Domain, split: Split, offset: int) -> int:
+    """Every problem once per pass over the split, each pass in an order of its own."""
+    size = domain.num_problems(split)
+    epoch, place = divmod(offset, size)
+    order = list(range(size))
+    Random(run.seed("order", domain.name, split, epoch)).shuffle(order)
+    return order[place]
+
+
+def problem_json(problem: Problem) -> str:
+    return json.dumps(asdict(problem), sort_keys=True)
+
+
+def parse_problem(text: str) -> Problem:
+    """The inverse of `problem_json`."""
+    record: dict[str, Any] = json.loads(text)
+    prompt = tuple(Message(**message | {"images": tuple(message["images"])}) for message in record.pop("prompt"))
+    return Problem(prompt=prompt, split=Split(record.pop("split")), **record)

@@ -1,0 +1,64 @@
+"""A store in memory, for tests."""
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from posttrain_core.errors import ObjectNotFound
+from posttrain_core.store.protocol import ObjectInfo, check_key
+
+
+class MemoryStore:
+    def __init__(self) -> None:
+        self.url = "memory"
+        self._objects: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> bytes:
+        try:
+            return self._objects[check_key(key)]
+        except KeyError:
+            raise ObjectNotFound(f"no object {key!r} in store {self.url}") from None
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        data = self.get(key)
+        start = max(0, len(data) + start) if start < 0 else start
+        return data[start : start + length]
+
+    def put(self, key: str, data: bytes) -> None:
+        self._objects[check_key(key)] = data
+
+    put_volatile = put
+
+    def put_file(self, key: str, path: Path) -> None:
+        self.put(key, path.read_bytes())
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        return self.put_if_match(key, data, None) is not None
+
+    def put_if_match(self, key: str, data: bytes, etag: str | None) -> str | None:
+        with self._lock:
+            found = self.stat(key)
+            if (found.etag if found else None) != etag:
+                return None
+            self.put(key, data)
+        return hashlib.sha256(data).hexdigest()
+
+    def get_file(self, key: str, path: Path) -> None:
+        path.write_bytes(self.get(key))
+
+    def local_path(self, key: str) -> Path | None:
+        return None
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        for key, data in sorted(self._objects.items()):
+            if key.startswith(prefix):
+                yield ObjectInfo(key, len(data), hashlib.sha256(data).hexdigest())
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        data = self._objects.get(check_key(key))
+        return None if data is None else ObjectInfo(key, len(data), hashlib.sha256(data).hexdigest())
+
+    def delete(self, key: str) -> None:
+        self._objects.pop(check_key(key), None)
