@@ -1,0 +1,91 @@
+"""A micro-batch as padded arrays: pure numpy, so that its geometry can be tested without torch.
+
+Legend: B rows padded on the right to L tokens, M learned tokens (flat), S sequences of the micro-batch.
+
+Two samples with the prompt p q and the responses a b and c, in one row:
+
+    input_ids     p q a b c
+    segment       0 0 1 1 2        a token sees the prompt (0) and its own segment, never a neighbour's
+    position_ids  0 1 2 3 2
+    column_M      1 2 1            a is predicted by q, b by a, c by q
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from posttrain_core.learner.batching import Row
+from posttrain_core.learner.samples import Floats, Ints, SampleArrays
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`visible` is None where plain causal attention is right: no row is shared, and padding comes last."""
+
+    input_ids: Ints  # B x L
+    position_ids: Ints  # B x L
+    visible: NDArray[np.bool_] | None  # B x L x L
+    row: Ints  # M
+    column: Ints  # M: the position that predicts the token
+    target: Ints  # M
+    sampler_logprobs: Floats  # M
+    advantage: Floats  # M
+    temperature: Floats  # M
+    weight: Floats  # M
+    sequence: Ints  # M
+    num_sequences: int
+
+    @property
+    def first_column(self) -> int:
+        """No logits are needed before this position."""
+        return int(self.column.min())
+
+
+def collate(samples: SampleArrays, rows: Sequence[Row], weights: Floats) -> Batch:
+    """`weights` is the weight of a learned token of each sample (N floats, as `token_weights` gives them)."""
+    width = max(row.num_tokens for row in rows)
+    input_ids, position_ids, segment = (np.zeros((len(rows), width), dtype=np.int64) for _ in range(3))
+    chosen = [sample for row in rows for sample in row.samples]
+    tokens: list[tuple[Ints, Ints, Ints]] = []  # for each sequence: row, column and index into the samples' tokens
+    for number, row in enumerate(rows):
+        num_prompt_tokens = samples.num_prompt_tokens(row.samples[0])
+        end = num_prompt_tokens
+        input_ids[number, :end] = samples.tokens[samples.span(row.samples[0])][:end]
+        position_ids[number, :end] = np.arange(end)
+        for order, sample in enumerate(row.samples, start=1):
+            span = samples.span(sample)
+            response = np.arange(span.start + num_prompt_tokens, span.stop)
+            begin, end = end, end + len(response)
+            input_ids[number, begin:end] = samples.tokens[response]
+            position_ids[number, begin:end] = num_prompt_tokens + np.arange(len(response))
+            segment[number, begin:end] = order
+            columns = np.arange(begin, end) - 1
+            columns[0] = num_prompt_tokens - 1
+            learned = samples.loss_mask[response] == 1
+            tokens.append((np.full(learned.sum(), number), columns[learned], response[learned]))
+        segment[number, end:] = len(row.samples) + 1
+    index = np.concatenate([index for _, _, index in tokens])
+    counts = [len(index) for _, _, index in tokens]
+    return Batch(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        visible=_visible(segment) if any(len(row.samples) > 1 for row in rows) else None,
+        row=np.concatenate([row for row, _, _ in tokens]),
+        column=np.concatenate([column for _, column, _ in tokens]),
+        target=samples.tokens[index],
+        sampler_logprobs=samples.sampler_logprobs[index],
+        advantage=np.repeat(samples.advantage[chosen], counts),
+        temperature=np.repeat(samples.temperature[chosen], counts),
+        weight=np.repeat(weights[chosen], counts),
+        sequence=np.repeat(np.arange(len(chosen)), counts),
+        num_sequences=len(chosen),
+    )
+
+
+def _visible(segment: Ints) -> NDArray[np.bool_]:
+    """Which key (last axis) each query sees."""
+    keys, queries = segment[:, None, :], segment[:, :, None]
+    earlier = np.tri(segment.shape[1], dtype=np.bool_)
+    return np.asarray(earlier & ((keys == 0) | (keys == queries)))

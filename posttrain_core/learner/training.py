@@ -1,0 +1,245 @@
+"""The two kinds of training, as loops over planned steps: `reinforce` from rewards, `imitate` from demonstrations."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from posttrain_core.config import AdvantageConfig, DeepSpeedLearnerConfig, ImportanceConfig, SftConfig
+from posttrain_core.learner import losses
+from posttrain_core.learner.batching import Row, Step, padding_share, plan_steps, token_weights
+from posttrain_core.learner.collate import Batch, collate
+from posttrain_core.learner.engine import Engine, Rank
+from posttrain_core.learner.presets import Algorithm
+from posttrain_core.learner.samples import SampleArrays, from_demonstrations
+
+Forward = Callable[[Batch], Tensor]
+Progress = Callable[[int, int], None]  # steps done, steps in all
+
+SUPERVISED = Algorithm(
+    advantage=AdvantageConfig(),
+    policy_loss="plain",
+    clip_low=None,
+    clip_high=None,
+    normalizer="token_mean",
+    normalizer_constant=None,
+    importance=ImportanceConfig(type="none"),
+    kl=None,
+    entropy_coefficient=0.0,
+    overlong_buffer=0,
+)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A micro-batch with what is fixed before the first step (None: the step's own log-probabilities; no KL)."""
+
+    batch: Batch | None
+    prox: Tensor | None
+    reference: Tensor | None
+
+
+def reinforce(
+    engine: Engine,
+    reference: Forward | None,
+    samples: SampleArrays,
+    algorithm: Algorithm,
+    config: DeepSpeedLearnerConfig,
+    max_new_tokens: int,
+    seed: int,
+    progress: Progress,
+) -> Mapping[str, float]:
+    """One iteration's update; returns its metrics."""
+    steps = plan_steps(
+        samples,
+        config.steps_per_iteration,
+        config.epochs,
+        engine.rank.world_size,
+        config.tokens_per_micro_batch,
+        engine.longest_shared_row,
+        seed,
+    )
+    constant = algorithm.normalizer_constant or max_new_tokens
+    collated = [_collated(engine.rank, samples, step, algorithm, constant) for step in steps]
+    # With a single step the proximal policy is the one that the step itself starts from: no pass of its own.
+    proximal = engine.forward if len(steps) > 1 else None
+    prepared = [[_prepare(batch, proximal, reference) for batch in step] for step in collated]
+    totals = Totals(engine.rank)
+    grad_norms = []
+    for number, micro_batches in enumerate(prepared, start=1):
+        learning_rate = config.learning_rate * min(1.0, (engine.num_steps + 1) / max(1, config.warmup_steps))
+        for micro_batch in micro_batches:
+            _accumulate(engine, micro_batch, algorithm, totals)
+        grad_norms.append(engine.step(learning_rate, config.weight_decay))
+        progress(number, len(steps))
+    return {
+        **totals.metrics(len(steps)),
+        "grad_norm": float(np.mean(grad_norms)),
+        "learning_rate": learning_rate,
+        "num_steps": float(engine.num_steps),
+        "padding_share": padding_share(steps),
+    }
+
+
+def imitate(
+    engine: Engine,
+    samples: SampleArrays,
+    sft: SftConfig,
+    tokens_per_micro_batch: int,
+    seed: int,
+    progress: Progress,
+) -> Mapping[str, float]:
+    """Cross-entropy on the learned tokens: the plain policy loss with every advantage 1, averaged over tokens."""
+    steps = plan_steps(
+        samples,
+        math.ceil(len(samples) / sft.batch_size),
+        sft.epochs,
+        engine.rank.world_size,
+        tokens_per_micro_batch,
+        engine.longest_shared_row,
+        seed,
+    )
+    losses_by_step = []
+    for number, step in enumerate(steps):
+        totals = Totals(engine.rank)
+        for batch in _collated(engine.rank, samples, step, SUPERVISED, 1):
+            _accumulate(engine, Prepared(batch, None, None), SUPERVISED, totals)
+        learning_rate = _warmup_cosine(number, len(steps), sft)
+        engine.step(learning_rate, sft.weight_decay)
+        losses_by_step.append(totals.metrics(1)["loss"])
+        progress(number + 1, len(steps))
+    last = losses_by_step[-max(1, len(losses_by_step) // 10) :]
+    return {
+        "loss": float(np.mean(last)),
+        "first_loss": losses_by_step[0],
+        "learning_rate": sft.learning_rate,
+        "num_steps": float(len(steps)),
+        "tokens": float(samples.loss_mask.sum() * sft.epochs),
+        "padding_share": padding_share(steps),
+    }
+
+
+@torch.no_grad()
+def score(engine: Engine, prompt_ids: Sequence[int], response_ids: Sequence[int], temperature: float) -> list[float]:
+    """Log-probabilities of a response's tokens under the held policy."""
+    samples = from_demonstrations([prompt_ids], [response_ids])
+    samples = replace(samples, temperature=np.array([temperature]))
+    batch = collate(samples, [Row((0,), len(samples.tokens))], np.ones(1))
+    distribution = engine.forward(batch)
+    values: list[float] = losses.token_logprobs(distribution, _tensor(batch.target, distribution)).tolist()
+    return values
+
+
+class Totals:
+    """Sums over the learned tokens of an iteration, kept as tensors so that no micro-batch waits for a number."""
+
+    NAMES = ("loss", "tokens", "kl", "entropy", "clipped", "difference", "ratio", "ratio_squared")
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._sums = torch.zeros(len(self.NAMES), dtype=torch.float64, device=rank.device)
+        self._largest_difference = torch.zeros(1, dtype=torch.float64, device=rank.device)
+
+    def add(self, loss: Tensor, kl: Tensor, entropy: Tensor, clipped: Tensor, log_ratio: Tensor) -> None:
+        ratio = log_ratio.exp()
+        sums = (kl, entropy, clipped, log_ratio.abs(), ratio, ratio.square())
+        count = torch.tensor(float(len(ratio)), dtype=torch.float64, device=self._rank.device)
+        self._sums += torch.stack([loss.double(), count, *(column.double().sum() for column in sums)])
+        self._largest_difference = torch.maximum(self._largest_difference, log_ratio.abs().double().max())
+
+    def metrics(self, num_steps: int) -> dict[str, float]:
+        """Means over all tokens of all ranks; `ess_share` is the effective sample size of the importance weights."""
+        if self._rank.world_size > 1:
+            dist.all_reduce(self._sums)
+            dist.all_reduce(self._largest_difference, op=dist.ReduceOp.MAX)
+        sums = dict(zip(self.NAMES, self._sums.tolist(), strict=True))
+        tokens = sums["tokens"]
+        return {
+            "loss": sums["loss"] / num_steps,
+            "tokens": tokens,
+            "kl": sums["kl"] / tokens,
+            "entropy": sums["entropy"] / tokens,
+            "clip_fraction": sums["clipped"] / tokens,
+            "logprob_difference_mean": sums["difference"] / tokens,
+            "logprob_difference_max": float(self._largest_difference),
+            "ess_share": sums["ratio"] ** 2 / (tokens * sums["ratio_squared"]),
+        }
+
+
+def _collated(rank: Rank, samples: SampleArrays, step: Step, algorithm: Algorithm, constant: int) -> list[Batch | None]:
+    """This rank's micro-batches of a step; None where it has nothing left but the others have."""
+    chosen = list(step.samples)
+    weights = np.zeros(len(samples))
+    lengths = [samples.num_learned_tokens(sample) for sample in chosen]
+    weights[chosen] = token_weights(algorithm.normalizer, lengths, constant)
+    return [collate(samples, rows, weights) if rows else None for rows in step.ranks[rank.number]]
+
+
+@torch.no_grad()
+def _prepare(batch: Batch | None, proximal: Forward | None, reference: Forward | None) -> Prepared:
+    return Prepared(batch, _logprobs(batch, proximal), _logprobs(batch, reference))
+
+
+def _logprobs(batch: Batch | None, forward: Forward | None) -> Tensor | None:
+    """A rank without a batch still takes part in the pass (ZeRO 3 gathers weights in it)."""
+    if forward is None:
+        return None
+    distribution = forward(batch or IDLE)
+    return losses.token_logprobs(distribution, _tensor((batch or IDLE).target, distribution))
+
+
+def _accumulate(engine: Engine, micro_batch: Prepared, algorithm: Algorithm, totals: Totals) -> None:
+    """Forward and backward of one micro-batch; its loss is weighted for the whole step."""
+    if micro_batch.batch is None:
+        engine.backward(engine.forward(IDLE).sum() * 0.0)
+        return
+    batch = micro_batch.batch
+    distribution = engine.forward(batch)
+    learner = losses.token_logprobs(distribution, _tensor(batch.target, distribution))
+    sampler, advantage, weight = (
+        _tensor(column, learner).to(learner.dtype) for column in (batch.sampler_logprobs, batch.advantage, batch.weight)
+    )
+    prox = learner.detach() if micro_batch.prox is None else micro_batch.prox
+    value, clipped = losses.policy_loss(
+        algorithm, learner, prox, advantage, _tensor(batch.sequence, learner), batch.num_sequences
+    )
+    value = value * losses.importance_weight(prox, sampler, algorithm.importance)
+    with torch.set_grad_enabled(algorithm.entropy_coefficient > 0):
+        entropy = losses.entropy(distribution)
+    if algorithm.entropy_coefficient > 0:
+        value = value - algorithm.entropy_coefficient * entropy
+    divergence = torch.zeros_like(prox)
+    if algorithm.kl is not None and micro_batch.reference is not None:
+        divergence = losses.kl(learner, micro_batch.reference, algorithm.kl)
+        value = value + algorithm.kl.coefficient * divergence
+    loss = (value * weight).sum()
+    engine.backward(loss)
+    totals.add(loss.detach(), divergence.detach(), entropy.detach(), clipped, prox - sampler)
+
+
+def _tensor(array: NDArray[Any], like: Tensor) -> Tensor:
+    return torch.from_numpy(array).to(like.device)
+
+
+def _warmup_cosine(number: int, num_steps: int, sft: SftConfig) -> float:
+    """Linear from 0 over the warm-up, then a half cosine to 0 (Loshchilov and Hutter, arXiv 1608.03983)."""
+    if number < sft.warmup_steps:
+        return sft.learning_rate * (number + 1) / sft.warmup_steps
+    share = (number - sft.warmup_steps) / max(1, num_steps - sft.warmup_steps)
+    return sft.learning_rate * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def _idle() -> Batch:
+    """Two tokens of weight 0: what a rank computes while only others have work."""
+    zeros, ones = np.zeros(1, dtype=np.int64), np.ones(1)
+    pair = np.zeros((1, 2), dtype=np.int64)
+    return Batch(pair, pair, None, zeros, zeros, zeros, ones * 0, ones * 0, ones, ones * 0, zeros, 1)
+
+
+IDLE = _idle()
