@@ -1,15 +1,19 @@
 """The sandbox protocol: run one hostile program on given inputs, and say what was observed."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from posttrain_core.errors import ConfigError
 from posttrain_core.records import CaseReturn, ExecutionStatus
+
+MAX_LIMIT = 1_000_000
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Per execution. All of the program's cases share one execution."""
+    """Per execution. All of the program's cases share one execution. Raises ConfigError on absurd values."""
 
     wall_seconds: float = 4.0
     cpu_seconds: float = 2.0
@@ -18,6 +22,15 @@ class Limits:
     output_kib: int = 64  # stdout and stderr each; the returns channel has the same cap
     disk_mib: int = 16
     num_files: int = 64  # open descriptors
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not 0 < value <= MAX_LIMIT:  # also refuses NaN
+                raise ConfigError(f"sandbox limit {name} is {value!r}: it must be above 0 and at most {MAX_LIMIT}")
+
+    def whole_numbers(self) -> dict[str, int]:
+        """By name, rounded up: what the kernel's interfaces take."""
+        return {name: math.ceil(value) for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,325 @@
+"""The pre-warmed parent of executions: a small, single-threaded interpreter that forks into fresh namespaces.
+
+    host --exec--> guard --fork--> zygote --fork per execution--> init --fork--> program
+                   lives while     pid 1 of its own pid           pid 1 of     the hostile
+                   the host does   namespace, minimal root        a new one    source
+
+It is started with exec, never forked from the host (which holds threads and locks), and reads nothing of a request:
+the program's process alone does, so no execution can find another's source in its memory. When the host dies, the
+guard or the zygote sees it (end of the control socket, pidfd of the host), and the kernel kills the rest: the end of
+a pid namespace's init is the end of everything inside. Unisolated mode runs the same tree without namespaces.
+
+Control messages (SOCK_SEQPACKET, JSON): {"ready": ..} or {"error": ..} at start; then, per execution, the request
+{"limits": ..} with descriptors in the order of `Descriptors`, {"started"} with init's pidfd, and {"done"} once
+nothing of the execution is alive.
+"""
+
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from posttrain_core.sandbox import driver, namespaces, seccomp
+
+RESULT_FD = 3
+TICK_SECONDS = 0.02
+MESSAGE_BYTES = 4096
+
+
+class Settings(NamedTuple):
+    """How to isolate. `mode` is "privileged" (CAP_SYS_ADMIN here), "userns" or "unisolated"."""
+
+    mode: str
+    host_pid: int
+    cgroup_procs: list[str]  # files that the zygote writes itself into
+    cgroup_folders: list[str]  # removed by the guard at the end
+
+
+class Descriptors(NamedTuple):
+    payload: int
+    stdout: int
+    stderr: int
+    results: int
+    evidence: int
+
+
+class Prepared(NamedTuple):
+    """What the zygote knows once it is set up."""
+
+    mode: str
+    has_proc: bool
+    filter: bytes
+    user: int  # uid and gid to switch to; 0 is none
+    base_address_space: int
+
+
+def main() -> None:
+    """Entry of the exec'ed interpreter: argv is the control socket's number and the settings as JSON."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    settings = Settings(**json.loads(sys.argv[2]))
+    sys.argv[:] = [""]
+    os.environ.clear()
+    try:
+        host = os.pidfd_open(settings.host_pid)
+        if os.getppid() != settings.host_pid:
+            sys.exit(1)
+        base = namespaces.address_space_bytes()
+        if settings.mode == "userns":
+            namespaces.map_own_ids()
+        if settings.mode != "unisolated":
+            namespaces.unshare(namespaces.NEWPID)
+        guard = os.getpid()
+        child = os.fork()
+    except OSError as error:
+        _send(control, {"error": str(error)})
+        sys.exit(1)
+    if child == 0:
+        _zygote(control, host, settings, base, guard)
+    control.close()
+    _guard(child, host, settings)
+
+
+def _send(control: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    socket.send_fds(control, [json.dumps(message).encode()], fds)
+
+
+def _guard(zygote: int, host: int, settings: Settings) -> NoReturn:
+    """Outlive the zygote by a moment: end it with the host, and take its cgroups away."""
+    pidfd = os.pidfd_open(zygote)
+    select.select([pidfd, host], [], [])
+    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    os.waitpid(zygote, 0)
+    for folder in settings.cgroup_folders:
+        for _ in range(50):
+            try:
+                os.rmdir(folder)
+                break
+            except FileNotFoundError:
+                break
+            except OSError:  # busy until the kernel has buried the last process
+                time.sleep(TICK_SECONDS)
+    os._exit(0)
+
+
+# --- the zygote -------------------------------------------------------------------------------------------------
+
+
+def _zygote(control: socket.socket, host: int, settings: Settings, base: int, guard: int) -> NoReturn:
+    try:
+        prepared = _prepare(settings, base, guard)
+    except OSError as error:
+        _send(control, {"error": str(error)})
+        os._exit(1)
+    _send(control, {"ready": True, "proc": prepared.has_proc, "seccomp": bool(prepared.filter)})
+    gc.collect()
+    gc.freeze()
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(host, select.POLLIN)
+    while True:
+        if any(fd == host for fd, _ in poll.poll()):
+            os._exit(0)
+        data, fds, _, _ = socket.recv_fds(control, MESSAGE_BYTES, len(Descriptors._fields))
+        if not data:
+            os._exit(0)
+        _execute(control, host, json.loads(data), Descriptors(*fds), prepared)
+
+
+def _prepare(settings: Settings, base: int, guard: int) -> Prepared:
+    namespaces.die_with_parent(signal.SIGKILL)
+    for path in settings.cgroup_procs:
+        Path(path).write_text("0")
+    if settings.mode == "unisolated":
+        namespaces.adopt_orphans()
+        return Prepared("unisolated", True, b"", 0, base)
+    user = namespaces.spare_user(guard) if settings.mode == "privileged" else 0
+    namespaces.unshare(namespaces.NEWNS)
+    has_proc = namespaces.enter_minimal_root()
+    sys.path[:] = [entry for entry in sys.path if os.path.exists(entry)]
+    return Prepared(settings.mode, has_proc, seccomp.build_filter(), user, base)
+
+
+def _execute(control: socket.socket, host: int, request: dict[str, Any], fds: Descriptors, prepared: Prepared) -> None:
+    """Fork one execution, report it, and wait for its end; the zygote does nothing else meanwhile."""
+    if prepared.mode != "unisolated":
+        namespaces.unshare(namespaces.NEWPID)
+    init = os.fork()
+    if init == 0:
+        control.close()
+        os.close(host)
+        _init(request, fds, prepared)
+    if prepared.mode != "unisolated":
+        namespaces.rejoin(namespaces.NEWPID)
+    for fd in fds:
+        os.close(fd)
+    pidfd = os.pidfd_open(init)
+    _send(control, {"started": True}, (pidfd,))
+    poll = select.poll()
+    for watched in (pidfd, host):
+        poll.register(watched, select.POLLIN)
+    poll.register(control, 0)  # only its end
+    events = poll.poll()
+    if any(fd != pidfd for fd, _ in events):
+        os._exit(0)
+    os.close(pidfd)
+    os.waitpid(init, 0)
+    if prepared.mode == "unisolated":
+        _sweep()
+    _send(control, {"done": True})
+
+
+def _sweep() -> None:
+    """Without a pid namespace: kill what the program left behind, which this process has adopted."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while pids := children.read_text().split():
+        for pid in pids:
+            os.kill(int(pid), signal.SIGKILL)
+        for pid in pids:
+            os.waitpid(int(pid), 0)
+
+
+# --- one execution ----------------------------------------------------------------------------------------------
+
+
+def _init(request: dict[str, Any], fds: Descriptors, prepared: Prepared) -> NoReturn:
+    """pid 1 of the execution: set the stage, fork the program, watch it, and leave the evidence."""
+    evidence: dict[str, Any]
+    try:
+        limits = request["limits"]
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        _set_stage(limits, request["workdir"], prepared)
+        program = os.fork()
+        if program == 0:
+            _program(limits, fds, prepared)
+        for fd in (fds.payload, fds.stdout, fds.stderr, fds.results):
+            os.close(fd)
+        if prepared.mode != "unisolated":
+            namespaces.drop_privileges(prepared.user)
+        evidence = _watch(program, limits, prepared)
+    except BaseException as error:
+        evidence = {"error": f"{type(error).__name__}: {error}"}
+    os.write(fds.evidence, json.dumps(evidence).encode())
+    os._exit(0)
+
+
+def _set_stage(limits: dict[str, Any], workdir: str, prepared: Prepared) -> None:
+    if prepared.mode == "unisolated":
+        namespaces.die_with_parent(signal.SIGKILL)
+        os.chdir(workdir)
+        return
+    namespaces.unshare(
+        namespaces.NEWNS | namespaces.NEWNET | namespaces.NEWIPC | namespaces.NEWUTS | namespaces.NEWCGROUP
+    )
+    namespaces.mount_workdir(limits["disk_mib"], prepared.user or namespaces.INNER_ID)
+    if prepared.has_proc:
+        namespaces.mount_own_proc()
+    os.chdir(namespaces.WORKDIR)
+
+
+def _program(limits: dict[str, Any], fds: Descriptors, prepared: Prepared) -> NoReturn:
+    """The program's process: give everything up, then run it. Before that point, a failure is ours."""
+    try:
+        payload = os.pread(fds.payload, os.fstat(fds.payload).st_size, 0)
+        os.setsid()
+        evidence = _arrange_descriptors(fds)
+        namespaces.set_limits(_resource_limits(limits, prepared))
+        if prepared.mode == "unisolated":
+            namespaces.forbid_new_privileges()
+        else:
+            namespaces.drop_privileges(prepared.user)
+        if prepared.filter:
+            seccomp.install_filter(prepared.filter)
+    except BaseException as error:
+        os.write(fds.evidence, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        os._exit(1)
+    os.close(evidence)
+    for name in [name for name in sys.modules if name.startswith("posttrain_core")]:
+        del sys.modules[name]
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
+    code = driver.run_program(payload, RESULT_FD)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _arrange_descriptors(fds: Descriptors) -> int:
+    """0 is /dev/null, 1 and 2 the output pipes, RESULT_FD the frames; the evidence pipe's number is returned."""
+    high = [os.dup(fd) for fd in fds]
+    null = os.open("/dev/null", os.O_RDONLY)
+    moved = Descriptors(*high)
+    for number, fd in enumerate((null, moved.stdout, moved.stderr, moved.results)):
+        os.dup2(fd, number)
+    os.dup2(moved.evidence, fds.evidence)
+    os.closerange(RESULT_FD + 1, fds.evidence)
+    os.closerange(fds.evidence + 1, 1 << 20)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", errors="replace"), open(2, "w", errors="replace")
+    return fds.evidence
+
+
+def _resource_limits(limits: dict[str, Any], prepared: Prepared) -> dict[int, int]:
+    """The address space is the interpreter's own plus the limit. The count of processes is one user's in one user
+    namespace: it includes init, and in userns mode guard and zygote; the kernel ignores it for a host's root."""
+    wanted = {
+        resource.RLIMIT_AS: prepared.base_address_space + limits["memory_mib"] * namespaces.MIB,
+        resource.RLIMIT_CPU: limits["cpu_seconds"],
+        resource.RLIMIT_FSIZE: limits["disk_mib"] * namespaces.MIB,
+        resource.RLIMIT_NOFILE: limits["num_files"],
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }
+    if prepared.mode != "unisolated":
+        wanted[resource.RLIMIT_NPROC] = limits["num_processes"] + (1 if prepared.mode == "privileged" else 3)
+    return wanted
+
+
+def _watch(program: int, limits: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
+    """Reap until the program ends; every tick, sum what all processes hold and end the execution above a limit."""
+    evidence: dict[str, Any] = {"memory_full": False, "processes_full": False}
+    while True:
+        signal.sigtimedwait({signal.SIGCHLD}, TICK_SECONDS)
+        while (ended := os.wait4(-1, os.WNOHANG))[0]:
+            if ended[0] == program:
+                return evidence | _post_mortem(ended[1], ended[2], prepared)
+        if prepared.has_proc and prepared.mode != "unisolated":
+            memory, tasks = _usage()
+            evidence["processes_full"] |= tasks >= limits["num_processes"]
+            if memory > limits["memory_mib"] * namespaces.MIB:
+                return evidence | {"memory_full": True, "exit": -signal.SIGKILL, "cpu": 0.0, "disk_full": False}
+
+
+def _usage() -> tuple[int, int]:
+    """Bytes of private memory and number of threads of everyone in this pid namespace but this process."""
+    memory = tasks = 0
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        if pid == "1":
+            continue
+        try:
+            pages = Path(f"/proc/{pid}/statm").read_text().split()
+            tasks += int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[17])
+        except (OSError, ValueError, IndexError):  # it ended meanwhile
+            continue
+        memory += (int(pages[1]) - int(pages[2])) * resource.getpagesize()
+    return memory, tasks
+
+
+def _post_mortem(status: int, usage: resource.struct_rusage, prepared: Prepared) -> dict[str, Any]:
+    disk_full = False
+    if prepared.mode != "unisolated":
+        disk = os.statvfs(".")
+        disk_full = disk.f_bfree == 0 or disk.f_ffree == 0
+    return {
+        "exit": os.waitstatus_to_exitcode(status),
+        "cpu": usage.ru_utime + usage.ru_stime,
+        "peak_kib": usage.ru_maxrss,
+        "disk_full": disk_full,
+    }
