@@ -52,6 +52,10 @@ class ProgramDomainConfig(Section):
 
     type: Literal["program"] = "program"
     weight: float = semantic(1.0, "Share of the training problems, relative to the other domains.", gt=0)
+    instruction: str = semantic(
+        "Each pair is x:f(x) for an integer function f. Answer with a Python expression in x, and nothing else.\n",
+        "Put before the examples. A policy warm-started on the bare examples needs none.",
+    )
     demonstration_quality: float = semantic(
         0.5, "Share of right answers among the warm start's demonstrations.", ge=0, le=1
     )
@@ -167,6 +171,9 @@ class AlgorithmConfig(Section):
     kl: KlConfig | None = semantic(None, "Divergence from the starting policy; none by default.")
     entropy_coefficient: float = semantic(0.0, "Bonus for entropy.", ge=0)
     importance: ImportanceConfig = semantic(ImportanceConfig(), "Sampler/learner correction.")
+    truncated: Literal["zero", "mask"] = semantic(
+        "zero", "Rollouts that a limit cut: learned from with their reward of 0, or left out."
+    )
     overlong_buffer: int = semantic(
         0, "dapo: the last such tokens before max_new_tokens are penalised linearly; 0 is off.", ge=0
     )

@@ -1,0 +1,1 @@
+"""Verifiers compare what was recorded with what was expected. None of them runs candidate bytes."""
