@@ -29,7 +29,9 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The starting policy."""
 
-    path: str = semantic("", "Folder of a Hugging Face causal LM with tokenizer and chat template, or a hub id.")
+    path: str = operational(
+        "", "Folder of a Hugging Face causal LM with tokenizer and chat template, or a hub id; its contents count."
+    )
     dtype: Literal["float32", "bfloat16"] = semantic("float32", "Precision of the learner's and sampler's weights.")
 
 
@@ -70,6 +72,9 @@ class ReasoningGymDomainConfig(Section):
     num_problems: int = semantic(2000, "Problems generated and split into training and held-out ones.", ge=10)
     weight: float = semantic(1.0, "Share of the training problems, relative to the other domains.", gt=0)
     score_timeout_seconds: float = semantic(5.0, "Limit of one call of the package's scorer.", gt=0)
+    min_score: float = semantic(
+        1.0, "A score below it is reward 0: the usual scorer pays part for a wrong answer that contains the right one."
+    )
     demonstration_quality: float = semantic(
         0.5, "Share of right answers among the warm start's demonstrations.", ge=0, le=1
     )
