@@ -122,7 +122,9 @@ def read_table(store: ObjectStore, ref: ObjectRef, record: type[R]) -> list[R]:
 def read_object(store: ObjectStore, ref: ObjectRef) -> bytes:
     data = store.get(ref.key)
     if hashlib.sha256(data).hexdigest() != ref.digest:
-        raise corrupt(ref.key, f"{len(data)} bytes that do not match the digest in its manifest ({ref.num_bytes} bytes)")
+        raise corrupt(
+            ref.key, f"{len(data)} bytes that do not match the digest in its manifest ({ref.num_bytes} bytes)"
+        )
     return data
 
 

@@ -21,7 +21,11 @@ from typing import Any
 
 
 class Outcome(StrEnum):
-    """What became of a rollout. Only SCORED rows take part in group statistics."""
+    """What became of a rollout.
+
+    SCORED includes all that the policy is responsible for; TRUNCATED (a limit cut it) counts as reward 0 or is masked,
+    by `algorithm.truncated`; the other two are our fault: masked, never 0, and counted.
+    """
 
     SCORED = "scored"
     TRUNCATED = "truncated"

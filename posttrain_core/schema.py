@@ -143,7 +143,9 @@ def from_parquet(data: bytes, key: str) -> tuple[pa.Table, dict[str, Any]]:
         fingerprint = json.loads(metadata["posttrain.fingerprint"])
         intact = metadata["posttrain.rows"] == _rows_digest(table)
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        raise corrupt(key, f"it cannot be read ({str(error).splitlines()[0][:200] if str(error) else error!r})") from error
+        raise corrupt(
+            key, f"it cannot be read ({str(error).splitlines()[0][:200] if str(error) else error!r})"
+        ) from error
     if not intact:
         raise corrupt(key, "its rows do not match the digest in its footer")
     return table.replace_schema_metadata(None), fingerprint

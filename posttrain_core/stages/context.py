@@ -25,7 +25,6 @@ from posttrain_core.lease import Lease
 from posttrain_core.manifest import (
     Fingerprint,
     Manifest,
-    ObjectRef,
     check_fingerprint,
     code_version,
     digest_of,
@@ -35,7 +34,7 @@ from posttrain_core.manifest import (
 )
 from posttrain_core.store.protocol import ObjectStore
 
-NONCE = uuid.uuid4().hex[:12]  # of this process: names telemetry and attempts
+PROCESS = uuid.uuid4().hex[:12]  # names this process in telemetry
 
 
 class Progress(Protocol):
@@ -43,9 +42,15 @@ class Progress(Protocol):
 
     def advance(self, label: str, done: int, total: int) -> None: ...
 
+    def note(self, text: str) -> None:
+        """Something a user should know; one line."""
+
 
 class NoProgress:
     def advance(self, label: str, done: int, total: int) -> None:
+        return
+
+    def note(self, text: str) -> None:
         return
 
 
@@ -107,11 +112,16 @@ class Run:
     def timed(self, scope: Scope, stage: str, shard: int = 0, **facts: Any) -> Iterator[dict[str, Any]]:
         """Telemetry of one computation, written when the block ends and before its result is committed."""
         record: dict[str, Any] = {"stage": stage, "shard": shard, "host": socket.gethostname(), "pid": os.getpid()}
-        record |= {"process": NONCE, **facts, "started": time.time()}
+        record |= {"process": PROCESS, **facts, "started": time.time()}
         yield record
         record["ended"] = time.time()
-        key = layout.telemetry(self.name, scope, stage, shard, uuid.uuid4().hex[:12])
+        key = layout.telemetry(self.name, scope, stage, shard, new_attempt())
         self.store.put_volatile(key, json.dumps(record).encode())
+
+
+def new_attempt() -> str:
+    """Names one attempt at a multi-object output; nobody reads it until a manifest names it."""
+    return uuid.uuid4().hex[:12]
 
 
 def semantic_settings(value: Any) -> Any:
@@ -153,5 +163,3 @@ def read_config(store: ObjectStore, run: str) -> RunConfig:
     if store.stat(key) is None:
         raise ConfigError(f"no run {run!r} in {store.url} (looked for {key})")
     return RunConfig.model_validate(json.loads(store.get(key))["config"])
-
-

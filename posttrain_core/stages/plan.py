@@ -106,7 +106,7 @@ def training_counts(weights: Sequence[float], total: int) -> list[int]:
     points = np.modf((np.arange(total) + 0.5) * _GOLDEN)[0]
     bounds = np.cumsum(weights) / np.sum(weights)
     owners = np.minimum(np.searchsorted(bounds, points, side="right"), len(weights) - 1)
-    return np.bincount(owners, minlength=len(weights)).tolist()
+    return [int(count) for count in np.bincount(owners, minlength=len(weights))]
 
 
 def exact_counts(weights: Sequence[float], total: int) -> list[int]:

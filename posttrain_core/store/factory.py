@@ -14,5 +14,7 @@ def open_store(url: str) -> ObjectStore:
 
         return S3Store.from_url(url)
     if "://" in url and not url.startswith("file://"):
-        raise ConfigError(f"store: {url!r} has an unknown scheme; allowed: a folder, file:///folder, s3://bucket/prefix")
+        raise ConfigError(
+            f"store: {url!r} has an unknown scheme; allowed: a folder, file:///folder, s3://bucket/prefix"
+        )
     return LocalStore(Path(url.removeprefix("file://")).expanduser().absolute())

@@ -8,6 +8,7 @@ An unknown answer to one (500, time-out) is settled by reading the key.
 import io
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -95,18 +96,18 @@ class S3Store:
         return None
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        token: dict[str, str] = {}
+        token: str | None = None
         while True:
-            page = self._try(
-                "list",
-                prefix,
-                lambda: self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix + prefix, **token),
-            )
+            page = self._try("list", prefix, partial(self._page, prefix, token))
             for item in page.get("Contents", ()):
                 yield ObjectInfo(item["Key"].removeprefix(self._prefix), item["Size"], item["ETag"].strip('"'))
-            if not page.get("IsTruncated"):
+            token = page.get("NextContinuationToken")
+            if token is None:
                 return
-            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def _page(self, prefix: str, token: str | None) -> Any:
+        position = {"ContinuationToken": token} if token else {}
+        return self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix + prefix, **position)
 
     def stat(self, key: str) -> ObjectInfo | None:
         try:
@@ -137,31 +138,28 @@ class S3Store:
         return str(answer["ETag"]).strip('"')
 
     def _conditional(self, key: str, data: bytes, condition: dict[str, str]) -> str | None:
-        """The new etag, or None when the condition did not hold."""
+        """The new etag, or None when the condition did not hold.
+
+        An answer other than yes or no leaves open whether the write was applied. Then the key is read: our own bytes
+        mean that it was; the state of before means that it was not, and it is tried again; anything else has won.
+        """
         cause: Exception | None = None
         for attempt in range(_ATTEMPTS):
             try:
                 return self._write(key, data, **condition)
             except (ClientError, BotoCoreError) as error:
                 cause = error
-                if _code(error) in _FINAL | _FULL or isinstance(error, NoCredentialsError):
-                    break
-                if _code(error) not in _LOST:
-                    self._pause(attempt)
-            settled = self._settle(key, data, lost=_code(cause) in _LOST, first=attempt == 0, condition=condition)
-            if settled is not True:
-                return settled or None
+            if _code(cause) in _FINAL | _FULL or isinstance(cause, NoCredentialsError):
+                break
+            if _code(cause) in _LOST and attempt == 0:
+                return None
+            self._pause(attempt)
+            found = self.stat(key)
+            if found is not None and self.get(key) == data:
+                return found.etag
+            if (found.etag if found else None) != condition.get("IfMatch"):
+                return None
         raise self._failure("conditionally write", key, cause)
-
-    def _settle(self, key: str, data: bytes, lost: bool, first: bool, condition: dict[str, str]) -> str | bool:
-        """What became of a conditional write: our etag, False (lost), or True (not applied: try again)."""
-        if lost and first:
-            return False
-        found = self.stat(key)
-        if found is not None and self.get(key) == data:
-            return found.etag
-        unchanged = found is None if "IfNoneMatch" in condition else found and found.etag == condition["IfMatch"]
-        return bool(unchanged) and not lost
 
     def _try(self, operation: str, key: str, call: Callable[[], T]) -> T:
         cause: Exception | None = None

@@ -1,0 +1,37 @@
+# make demo: train a real policy and see it learn.   make test: install what the tests need and run them.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: demo test lint install install-dev clean
+
+demo: install
+	$(BIN)/posttrain demo
+
+test: install-dev lint
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+lint: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+install: $(VENV)/installed
+install-dev: $(VENV)/installed-dev
+
+$(VENV)/bin/python:
+	$$(command -v $(PYTHON) || command -v python3) -m venv $(VENV)
+
+# torch first and by itself: its exact pin is what keeps a CPU machine from fetching a CUDA build.
+$(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install "$$(grep '^torch==' constraints.txt)"
+	$(PIP) install --constraint constraints.txt --editable '.[all]'
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) install --constraint constraints.txt --editable '.[all,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

@@ -1,0 +1,117 @@
+"""The order of things, whatever runs them: a training run is a start and iterations; an iteration is six stages."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain_core.sandbox.factory import make_sandbox
+
+from posttrain_core.config import RunConfig
+from posttrain_core.layout import Scope
+from posttrain_core.learner.factory import make_learner
+from posttrain_core.lease import Lease
+from posttrain_core.manifest import Manifest
+from posttrain_core.records import Purpose
+from posttrain_core.sampling.factory import make_sampler
+from posttrain_core.sampling.protocol import Sampler
+from posttrain_core.sandbox.protocol import Sandbox
+from posttrain_core.stages.context import NoProgress, Progress, Run, open_run
+from posttrain_core.stages.execute import commit_execute, execute_shard
+from posttrain_core.stages.generate import commit_generate, generate_shard
+from posttrain_core.stages.plan import plan
+from posttrain_core.stages.publish import publish
+from posttrain_core.stages.retention import Retention
+from posttrain_core.stages.session import LearnerSession
+from posttrain_core.stages.start import start
+from posttrain_core.stages.update import update
+from posttrain_core.stages.verify import commit_verify, verify_shard
+from posttrain_core.store import open_store
+from tasks.runner import Label, Runner
+
+
+@dataclass
+class Services:
+    """What stays warm over the iterations of one process."""
+
+    run: Run
+    sampler: Sampler
+    sandbox: Sandbox
+    session: LearnerSession
+    retention: Retention
+
+
+@contextmanager
+def open_services(config: RunConfig, scratch: Path, progress: Progress | None = None) -> Iterator[Services]:
+    """Take the run's lease and start its services; everything is gone when the block ends."""
+    with ExitStack() as stack:
+        store = open_store(config.store)
+        lease = stack.enter_context(Lease(store, config.run))
+        open_run(store, config)
+        run = Run(store, config, lease, scratch, progress or NoProgress())
+        learner = make_learner(config, scratch)
+        stack.callback(learner.close)
+        sandbox = make_sandbox(config.sandbox)
+        stack.callback(sandbox.close)
+        sampler = make_sampler(config)
+        stack.callback(sampler.close)
+        yield Services(run, sampler, sandbox, LearnerSession(run, learner), Retention(run))
+
+
+def train(services: Services, runner: Runner) -> Manifest:
+    """Iterations until the stop rule holds. Whatever the store already holds is adopted. Returns the last version."""
+    run = services.run
+    label = Label(run.name, Scope(0), "start")
+    policy: Manifest = runner.submit(label, start, run, services.session).result()
+    for iteration in range(run.config.iterations):
+        if iteration % run.config.eval.every == 0 and stops(run, evaluate(services, runner, iteration)):
+            return policy
+        policy = run.find_policy(iteration + 1) or iterate(services, runner, iteration)
+        services.retention.apply(iteration + 1)
+    evaluate(services, runner, run.config.iterations)
+    return policy
+
+
+def iterate(services: Services, runner: Runner, iteration: int) -> Manifest:
+    """One iteration: plan, then generate, execute and verify shard by shard, then update and publish."""
+    run, scope = services.run, Scope(iteration)
+    roll_out(services, runner, scope)
+    runner.submit(Label(run.name, scope, "update"), update, run, scope, services.session).result()
+    published: Manifest = runner.submit(
+        Label(run.name, scope, "publish"), publish, run, scope, services.session
+    ).result()
+    return published
+
+
+def evaluate(services: Services, runner: Runner, version: int) -> Manifest:
+    """The held-out problems under policy version `version`: the same stages, without update and publish."""
+    scope = Scope(version, Purpose.EVAL)
+    return services.run.find(scope, "verify") or roll_out(services, runner, scope)
+
+
+def roll_out(services: Services, runner: Runner, scope: Scope) -> Manifest:
+    """plan, then each shard its own chain of generate, execute and verify, joined by the stages' manifests."""
+    run = services.run
+    planned: Manifest = runner.submit(Label(run.name, scope, "plan"), plan, run, scope).result()
+    chains = []
+    for shard in range(len(planned.objects)):
+        rollouts = runner.submit(
+            Label(run.name, scope, "generate", shard), generate_shard, run, scope, shard, services.sampler
+        )
+        executions = runner.submit(
+            Label(run.name, scope, "execute", shard), execute_shard, run, scope, shard, rollouts, services.sandbox
+        )
+        verdicts = runner.submit(
+            Label(run.name, scope, "verify", shard), verify_shard, run, scope, shard, rollouts, executions
+        )
+        chains.append((rollouts, executions, verdicts))
+    done = [[pending.result() for pending in chain] for chain in chains]
+    commit_generate(run, scope, [chain[0] for chain in done])
+    commit_execute(run, scope, [chain[1] for chain in done])
+    return commit_verify(run, scope, [chain[2] for chain in done])
+
+
+def stops(run: Run, verified: Manifest) -> bool:
+    """Whether the stop rule holds after an evaluation."""
+    goal = run.config.stop.eval_pass_rate
+    return goal is not None and verified.metrics.get("pass_rate", 0.0) >= goal

@@ -1,0 +1,50 @@
+"""publish: consolidated weights as the next policy version, with probe tokens that prove which version is held."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from posttrain_core import layout
+from posttrain_core.errors import LearnerFault
+from posttrain_core.layout import Scope
+from posttrain_core.manifest import Manifest, code_version, commit_folder, commit_manifest, find_manifest
+from posttrain_core.records import Sample
+from posttrain_core.stages.context import Run, new_attempt
+from posttrain_core.stages.session import LearnerSession, read_samples
+
+_PROBES = 2
+
+
+def publish(run: Run, scope: Scope, session: LearnerSession) -> Manifest:
+    """Commit policy version `scope.iteration + 1`."""
+    update = run.manifest(scope, "update")
+    expected = run.fingerprint({"update": update.digest}, "model")
+    key = layout.manifest(run.name, scope, "publish")
+    found = find_manifest(run.store, key, expected)
+    if found is not None:
+        return found
+    version = scope.iteration + 1
+    prefix = layout.policy(run.name, version, new_attempt())
+    with run.timed(scope, "publish"), tempfile.TemporaryDirectory(dir=run.scratch) as folder:
+        try:
+            session.bring_to(version)
+            session.learner.export_policy(Path(folder))
+            probes = [_probe(session, sample) for sample in read_samples(run, update)[:_PROBES]]
+        except LearnerFault:
+            session.forget()
+            raise
+        refs = commit_folder(run.store, prefix, Path(folder), semantic=True)
+    notes = {"prefix": prefix, "probes": probes}
+    manifest = Manifest("publish", scope.iteration, expected, tuple(refs), {}, notes=notes, code_version=code_version())
+    return commit_manifest(run.store, key, manifest, run.lease.check)
+
+
+def _probe(session: LearnerSession, sample: Sample) -> dict[str, Any]:
+    """Tokens with their log-probabilities under the new policy at temperature 1."""
+    start = sample.loss_mask.index(1)
+    prompt, response = sample.input_ids[:start], sample.input_ids[start:]
+    return {
+        "prompt_ids": list(prompt),
+        "response_ids": list(response),
+        "logprobs": session.learner.score(prompt, response, 1.0),
+    }

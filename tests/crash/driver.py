@@ -1,0 +1,56 @@
+"""Runs one training run in a process of its own, and kills its process group at a named store operation.
+
+    python -m tests.crash.driver CONFIG_JSON [KEY_PATTERN before|after]
+"""
+
+import os
+import re
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from flows import pipeline
+from posttrain_core.config import RunConfig
+from posttrain_core.store import ObjectStore, open_store
+from tasks.runner import ThreadRunner
+
+
+class KillingStore:
+    """A store whose first write to a matching key is the last thing that this process group does."""
+
+    def __init__(self, store: ObjectStore, pattern: str, when: str) -> None:
+        self._store, self._pattern, self._when = store, re.compile(pattern), when
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+        if not name.startswith("put"):
+            return method
+
+        def write(key: str, *arguments: Any) -> Any:
+            hit = self._pattern.search(key)
+            if hit and self._when == "before":
+                os.killpg(0, signal.SIGKILL)
+            result = method(key, *arguments)
+            if hit:
+                os.killpg(0, signal.SIGKILL)
+            return result
+
+        return write
+
+
+def main(config_json: str, pattern: str = "", when: str = "after") -> None:
+    config = RunConfig.model_validate_json(config_json)
+    if pattern:
+        pipeline.open_store = lambda url: KillingStore(open_store(url), pattern, when)  # type: ignore[assignment]
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        pipeline.open_services(config, Path(scratch)) as services,
+        ThreadRunner(config.prefect) as runner,
+    ):
+        pipeline.train(services, runner)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,148 @@
+"""Start a run in its own process group, kill it, look at what it left behind."""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from posttrain_core.config import RunConfig
+from posttrain_core.manifest import parse_manifest
+
+STAGE_OF_TABLE = {"rollouts": "generate", "executions": "execute", "verdicts": "verify"}
+REPOSITORY = Path(__file__).parents[2]
+Work = tuple[str, str, int]  # (purpose and iteration, stage, shard)
+
+
+def launch(config: RunConfig, *kill_at: str, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.crash.driver", config.model_dump_json(), *kill_at],
+            cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def wait_killed(process: subprocess.Popen[bytes], log: Path, timeout: float = 300.0) -> None:
+    """Until the process killed itself; its descendants must follow within seconds."""
+    family: set[tuple[int, str]] = set()
+    deadline = time.monotonic() + timeout
+    while process.poll() is None:
+        family |= descendants(process.pid)
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.01)
+    assert process.returncode == -signal.SIGKILL, log.read_text()[-3000:]
+    assert_gone(family)
+
+
+def kill(process: subprocess.Popen[bytes], after: float) -> bool:
+    """SIGKILL to the group after so many seconds; False when it had ended before."""
+    family: set[tuple[int, str]] = set()
+    deadline = time.monotonic() + after
+    while time.monotonic() < deadline and process.poll() is None:
+        family |= descendants(process.pid)
+        time.sleep(0.01)
+    if process.poll() is not None:
+        return False
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert_gone(family)
+    return True
+
+
+def run_to_end(config: RunConfig, log: Path, timeout: float = 300.0) -> None:
+    process = launch(config, log=log)
+    assert process.wait(timeout) == 0, log.read_text()[-3000:]
+
+
+def descendants(root: int) -> set[tuple[int, str]]:
+    """(pid, start time) of every live process below `root`."""
+    parents: dict[int, list[tuple[int, str]]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
+            parents.setdefault(int(fields[1]), []).append((int(entry.name), fields[19]))
+    found: set[tuple[int, str]] = set()
+    todo = [root]
+    while todo:
+        for child in parents.get(todo.pop(), []):
+            found.add(child)
+            todo.append(child[0])
+    return found
+
+
+def assert_gone(family: set[tuple[int, str]], within: float = 10.0) -> None:
+    deadline = time.monotonic() + within
+    while alive := [pid for pid, start in family if (fields := _stat(pid)) and fields[19] == start]:
+        names = {pid: _command(pid) for pid in alive}
+        assert time.monotonic() < deadline, f"survivors of a killed run: {names}"
+        time.sleep(0.02)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat from the state on; None for a process that is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return "?"
+
+
+def semantic_state(root: Path) -> dict[str, str]:
+    """Every semantic table by its bytes, every manifest by its digest, every kept policy file by its bytes."""
+    state = {}
+    for path in sorted(root.glob("runs/*/**/*")):
+        key = path.relative_to(root).as_posix()
+        if path.suffix == ".parquet":
+            state[key] = hashlib.sha256(path.read_bytes()).hexdigest()
+        elif "/manifests/" in key and path.is_file():
+            manifest = parse_manifest(path.read_bytes(), key)
+            state[key] = manifest.digest
+            for ref in manifest.named("/policies/"):
+                if (root / ref.key).exists():
+                    name = re.sub("attempt=[0-9a-f]+", "attempt", ref.key)
+                    state[name] = hashlib.sha256((root / ref.key).read_bytes()).hexdigest()
+    return state
+
+
+def committed(root: Path) -> set[Work]:
+    """The work whose result is in the store."""
+    done: set[Work] = set()
+    for path in root.glob("runs/*/**/iteration=*/*"):
+        key = path.relative_to(root).as_posix()
+        scope = f"{'eval' if '/eval/' in key else 'train'} {int(path.parent.name.partition('=')[2])}"
+        if path.suffix == ".parquet" and (stage := STAGE_OF_TABLE.get(_table(key))):
+            done.add((scope, stage, int(path.stem.partition("=")[2])))
+        elif "/manifests/" in key and path.stem in ("plan", "update", "publish"):
+            done.add((scope, path.stem, 0))
+    return done
+
+
+def computed(root: Path) -> list[Work]:
+    """Every computation that telemetry recorded, in no order; twice the same means that it was done twice."""
+    work = []
+    for path in root.glob("runs/*/**/telemetry/*/*.json"):
+        record: dict[str, Any] = json.loads(path.read_text() or "{}")
+        if record:
+            scope = f"{'eval' if 'eval' in path.parts else 'train'} {int(path.parent.name.partition('=')[2])}"
+            work.append((scope, record["stage"], record["shard"]))
+    return work
+
+
+def _table(key: str) -> str:
+    parts = key.split("/")[2:]
+    return parts[1] if parts[0] == "eval" else parts[0]

@@ -1,0 +1,81 @@
+"""SIGKILL at every stage boundary and at random instants; the resumed run equals the undisturbed one bit for bit."""
+
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from posttrain_core.config import RunConfig
+from tests.crash.harness import committed, computed, kill, launch, run_to_end, semantic_state, wait_killed
+
+STAGES = ("plan", "generate", "execute", "verify", "update", "publish")
+# In the order in which a run comes to them.
+BOUNDARIES = [(f"r/manifests/iteration=00001/{stage}.json", when) for stage in STAGES for when in ("before", "after")]
+EVALUATION = [(f"r/eval/manifests/iteration=00002/{stage}.json", "before") for stage in STAGES[:4]]
+INSIDE = [
+    (f"r/{place}", "after")
+    for place in (
+        "plan/iteration=00002",
+        "rollouts/iteration=00002",
+        "executions/iteration=00002",
+        "verdicts/.*/iteration=00002",
+        "samples/iteration=00002",
+        "policies/version=00003",
+        "checkpoints/iteration=00003",
+        "retired/policies",
+    )
+]
+
+
+def scripted(store: Path, **changes: Any) -> RunConfig:
+    settings: dict[str, Any] = {
+        "run": "r",
+        "store": str(store),
+        "iterations": 4,
+        "domains": {"program": {"type": "program"}},
+        "plan": {"problems_per_iteration": 6, "group_size": 4, "rollouts_per_shard": 12},
+        "eval": {"every": 2, "num_problems": 6, "samples_per_problem": 2},
+        "sampler": {"type": "scripted", "responses": ["x+1", "x*2", "3*x", "(", ""]},
+        "learner": {"type": "numpy"},
+        "checkpoint": {"every": 2, "keep_last": 1},
+    }
+    return RunConfig.model_validate(settings | changes)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("undisturbed")
+    run_to_end(scripted(root), root / "log")
+    work = Counter(computed(root))
+    assert max(work.values()) == 1
+    assert len(work) >= 4 * (3 + 2 * 3)
+    return semantic_state(root)
+
+
+@pytest.mark.parametrize("points", [BOUNDARIES, EVALUATION + INSIDE], ids=["boundaries", "inside"])
+def test_killed_at_named_writes(points: list[tuple[str, str]], tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    """Killed at each point in turn, resumed each time, then run to the end."""
+    config, log = scripted(tmp_path), tmp_path / "log"
+    for pattern, when in points:
+        before, done = committed(tmp_path), Counter(computed(tmp_path))
+        wait_killed(launch(config, pattern, when, log=log), log)
+        again = Counter(computed(tmp_path)) - done
+        assert not before & set(again), "committed work was computed again"
+    run_to_end(config, log)
+    assert semantic_state(tmp_path) == undisturbed
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_random_instants(seed: int, tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    random, config, log = Random(seed), scripted(tmp_path), tmp_path / "log"
+    num_kills = 0
+    for _ in range(6):
+        before, done = committed(tmp_path), Counter(computed(tmp_path))
+        num_kills += kill(launch(config, log=log), random.uniform(0.3, 2.5))
+        again = Counter(computed(tmp_path)) - done
+        assert not before & set(again), "committed work was computed again"
+    run_to_end(config, log)
+    assert num_kills > 0
+    assert semantic_state(tmp_path) == undisturbed
