@@ -46,8 +46,9 @@ class RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def fill(self, holes: torch.Tensor, movers: torch.Tensor) -> None:
         """Rows `movers` take the places of rows `holes`; what lies behind the new end of the batch is never read."""
         assert self.keys is not None and self.values is not None
-        self.keys[holes, :, : self.length] = self.keys[movers, :, : self.length]
-        self.values[holes, :, : self.length] = self.values[movers, :, : self.length]
+        for buffer in (self.keys, self.values):
+            used = buffer[:, :, : self.length]
+            used.index_copy_(0, holes, used.index_select(0, movers))
 
     def get_seq_length(self) -> int:
         return self.length
@@ -61,7 +62,7 @@ class RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _expanded(self, states: torch.Tensor) -> torch.Tensor:
         _, num_heads, length, head_size = states.shape
         buffer = states.new_empty(len(self.rows), num_heads, length + self.spare, head_size)
-        buffer[:, :, :length] = states[self.rows]
+        buffer[:, :, :length] = states.index_select(0, self.rows)
         return buffer
 
     def _stored(self, buffer: torch.Tensor | None, states: torch.Tensor, end: int) -> torch.Tensor:

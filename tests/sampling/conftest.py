@@ -32,7 +32,7 @@ def char_tokenizer(chat_template: str | None) -> PreTrainedTokenizerFast:
 def save_tiny_llama(
     folder: Path, seed: int, *, hidden_size: int = 32, tied: bool = True, chat_template: str | None = CHAT_TEMPLATE
 ) -> Path:
-    """A policy folder: 2 layers, grouped-query attention, context of 64, ends at <eos> or <end>."""
+    """A policy folder: 2 layers, grouped-query attention, context of 256, ends at <eos> or <end>."""
     set_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -42,7 +42,7 @@ def save_tiny_llama(
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=64,
+            max_position_embeddings=256,
             initializer_range=0.3,
             pad_token_id=0,
             bos_token_id=1,

@@ -56,6 +56,19 @@ def test_logprobs_equal_those_of_a_full_forward_pass(tiny_llama: Callable[..., P
         assert completion.logprobs == pytest.approx(reference_logprobs(folder, request, completion), abs=2e-5)
 
 
+def test_long_responses_outgrow_the_first_allocation(tiny_llama: Callable[..., Path]) -> None:
+    folder = tiny_llama(0)
+    sampler = loaded(folder)
+    prompt_ids = sampler.encode([Message("user", "1+1")])
+    requests = [SampleRequest(prompt_ids, seed, max_new_tokens=150, temperature=0.2) for seed in range(64)]
+    completions = sampler.sample(requests)
+    lengths = [len(completion.response_ids) for completion in completions]
+    assert max(lengths) == 150 > min(lengths)
+    longest = lengths.index(max(lengths))
+    expected = reference_logprobs(folder, requests[longest], completions[longest])
+    assert completions[longest].logprobs == pytest.approx(expected, abs=5e-5)
+
+
 def test_batch_size_does_not_change_tokens(tiny_llama: Callable[..., Path]) -> None:
     folder = tiny_llama(0)
     small, large = loaded(folder, max_batch_size=1), loaded(folder, max_batch_size=128)
