@@ -1,6 +1,6 @@
 """The order of things, whatever runs them: a training run is a start and iterations; an iteration is six stages."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,15 +58,22 @@ def open_services(config: RunConfig, scratch: Path, progress: Progress | None = 
         yield Services(run, sampler, sandbox, LearnerSession(run, learner), Retention(run))
 
 
-def train(services: Services, runner: Runner) -> Manifest:
-    """Iterations until the stop rule holds. Whatever the store already holds is adopted. Returns the last version."""
+def train(
+    services: Services, runner: Runner, one_iteration: Callable[[Services, int], Manifest] | None = None
+) -> Manifest:
+    """Iterations until the stop rule holds. Whatever the store already holds is adopted. Returns the last version.
+
+    `one_iteration` stands in for `iterate` where an iteration is more than a call (a flow run of its own).
+    """
+    step = one_iteration or (lambda services, iteration: iterate(services, runner, iteration))
     run = services.run
     label = Label(run.name, Scope(0), "start")
     policy: Manifest = runner.submit(label, start, run, services.session).result()
     for iteration in range(run.config.iterations):
         if iteration % run.config.eval.every == 0 and stops(run, evaluate(services, runner, iteration)):
             return policy
-        policy = run.find_policy(iteration + 1) or iterate(services, runner, iteration)
+        policy = run.find_policy(iteration + 1) or step(services, iteration)
+        run.progress.advance("iterations", iteration + 1, run.config.iterations)
         services.retention.apply(iteration + 1)
     evaluate(services, runner, run.config.iterations)
     return policy

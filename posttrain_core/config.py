@@ -221,6 +221,9 @@ class CheckpointConfig(Section):
 class PrefectConfig(Section):
     max_workers: int = operational(4, "Tasks of an iteration at once.", ge=1)
     retries: int = operational(2, "Of a task that met a retryable fault.", ge=0)
+    timeout_seconds: float | None = operational(
+        None, "Of a task. Marks it failed; what it runs stops at the next Python instruction. None: no limit.", gt=0
+    )
     retry_delay_seconds: float = operational(1.0, "Before the first retry; doubles each time.", ge=0)
 
 

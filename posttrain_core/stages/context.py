@@ -38,7 +38,11 @@ PROCESS = uuid.uuid4().hex[:12]  # names this process in telemetry
 
 
 class Progress(Protocol):
-    """Told how far a stage is, from any thread."""
+    """Told what is being computed and how far it is, from any thread."""
+
+    def begin(self, label: str) -> None: ...
+
+    def end(self, label: str) -> None: ...
 
     def advance(self, label: str, done: int, total: int) -> None: ...
 
@@ -47,6 +51,12 @@ class Progress(Protocol):
 
 
 class NoProgress:
+    def begin(self, label: str) -> None:
+        return
+
+    def end(self, label: str) -> None:
+        return
+
     def advance(self, label: str, done: int, total: int) -> None:
         return
 
@@ -113,7 +123,12 @@ class Run:
         """Telemetry of one computation, written when the block ends and before its result is committed."""
         record: dict[str, Any] = {"stage": stage, "shard": shard, "host": socket.gethostname(), "pid": os.getpid()}
         record |= {"process": PROCESS, **facts, "started": time.time()}
-        yield record
+        label = f"{scope} {stage} {shard}"
+        self.progress.begin(label)
+        try:
+            yield record
+        finally:
+            self.progress.end(label)
         record["ended"] = time.time()
         key = layout.telemetry(self.name, scope, stage, shard, new_attempt())
         self.store.put_volatile(key, json.dumps(record).encode())

@@ -1,0 +1,121 @@
+"""`posttrain run` and `posttrain resume`."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from flows.cli.config_file import load_config
+from flows.cli.progress import TerminalProgress
+from flows.server import LocalServer, PrefectServerUnavailable, prefect_environment
+from posttrain_core import layout
+from posttrain_core.config import RunConfig
+from posttrain_core.errors import RunConflict
+from posttrain_core.stages.context import read_config
+from posttrain_core.store import open_store
+
+PREFECT_HOME = "POSTTRAIN_PREFECT_HOME"
+
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="A setting, as plan.group_size=16. Repeatable.")]
+WithPrefect = Annotated[bool, typer.Option(help="Run the stages as Prefect tasks, with a local server if need be.")]
+
+
+def run(
+    config_file: Annotated[Path, typer.Argument(help="YAML file; `posttrain init` writes one.", show_default=False)],
+    overrides: Overrides = None,
+    prefect: WithPrefect = True,
+    deployment: Annotated[str, typer.Option(help="Start this deployment instead, as train/demo.")] = "",
+) -> None:
+    """Start a run."""
+    config = load_config(config_file, overrides or [])
+    if open_store(config.store).stat(layout.run_record(config.run)) is not None:
+        raise RunConflict(
+            f"run {config.run!r} exists in {config.store}; go on with it by `{resume_command(config)}`, "
+            "or choose another name by `--set run=NAME`"
+        )
+    if deployment:
+        start_deployment(deployment, config)
+    else:
+        execute(config, prefect)
+
+
+def resume(
+    name: Annotated[str, typer.Argument(help="Name of the run.")],
+    store: Annotated[str, typer.Option(envvar="POSTTRAIN_STORE", help="Folder or s3://bucket/prefix.")] = "runs",
+    overrides: Overrides = None,
+    prefect: WithPrefect = True,
+) -> None:
+    """Go on with a run from what its store holds. Operational settings may be changed with --set."""
+    known = read_config(open_store(store), name).model_copy(update={"store": store})
+    execute(load_config(None, overrides or [], base=known), prefect)
+
+
+def execute(config: RunConfig, prefect: bool = True, console: Console | None = None) -> None:
+    """Run to the end in this process, with bars; Ctrl-C says how to go on."""
+    console = console or Console(stderr=True)
+    try:
+        with prefect_server(console) if prefect else without_prefect() as api_url, TerminalProgress(console) as progress:
+            train(config, progress, with_prefect=api_url is not None)
+    except KeyboardInterrupt:
+        console.print(f"\nInterrupted. Nothing finished is lost; go on with:\n  {resume_command(config)}", style="bold")
+        raise
+
+
+def train(config: RunConfig, progress: TerminalProgress, with_prefect: bool) -> None:
+    """The run itself. Prefect is imported only here, when its environment is set."""
+    from flows import pipeline
+    from tasks.runner import ThreadRunner
+
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-")))
+        services = stack.enter_context(pipeline.open_services(config, scratch, progress))
+        if with_prefect:
+            from flows import train as flows
+
+            stack.enter_context(flows.holding(services))
+            flows.train(config)
+        else:
+            pipeline.train(services, stack.enter_context(ThreadRunner(config.prefect)))
+
+
+@contextmanager
+def prefect_server(console: Console) -> Iterator[str | None]:
+    """The API to talk to, set in this process's environment; None, and a line that says why, where there is none."""
+    home = Path(os.environ.get(PREFECT_HOME, "~/.cache/posttrain/prefect")).expanduser()
+    server = LocalServer(home)
+    try:
+        try:
+            server.begin()
+            api_url = server.wait_ready()
+        except PrefectServerUnavailable as error:
+            console.print(f"Going on without Prefect, which the run does not need: {error}", style="yellow")
+            yield None
+            return
+        os.environ.update(prefect_environment(home, api_url))
+        os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+        console.print(f"[dim]Prefect UI: {api_url.removesuffix('/api')}[/dim]", highlight=False)
+        yield api_url
+    finally:
+        server.close()
+
+
+@contextmanager
+def without_prefect() -> Iterator[None]:
+    yield None
+
+
+def start_deployment(name: str, config: RunConfig) -> None:
+    """Hand the run to a worker through the Prefect API that is configured."""
+    from prefect.deployments import run_deployment
+
+    flow_run = run_deployment(name, parameters={"config": config.model_dump(mode="json")}, timeout=0)
+    Console().print(f"flow run {getattr(flow_run, 'name', '?')} of deployment {name} is scheduled; a worker takes it up")
+
+
+def resume_command(config: RunConfig) -> str:
+    return f"posttrain resume {config.run} --store {config.store}"

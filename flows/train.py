@@ -1,0 +1,81 @@
+"""The Prefect flows. `train` repeats iterations until the stop rule holds; `iterate` is one iteration.
+
+Both take the run's configuration as their parameter, so that the UI renders it as a form, and both work from the CLI,
+from a deployment and called directly: services that are already open in this process are used, else they are opened.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+from prefect import flow
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from flows import pipeline
+from flows.pipeline import Services, open_services
+from posttrain_core.config import RunConfig
+from posttrain_core.manifest import Manifest
+from tasks.artifacts import curve_artifact, iteration_artifact
+from tasks.prefect_runner import PrefectRunner
+
+_OPEN: ContextVar[Services | None] = ContextVar("open_services", default=None)
+
+
+def _run_name() -> str:
+    parameters = flow_run.parameters
+    config = parameters["config"]
+    name = config["run"] if isinstance(config, dict) else config.run
+    return f"{name} iteration {parameters['iteration']}" if "iteration" in parameters else str(name)
+
+
+@flow(flow_run_name=_run_name, persist_result=False, task_runner=ThreadPoolTaskRunner(max_workers=4))
+def train(config: RunConfig) -> int:
+    """Start or resume a run and go on until its stop rule holds. Returns the last policy version."""
+    with services_for(config) as services:
+        policy = pipeline.train(services, PrefectRunner(config.prefect), one_iteration=_iterate_as_subflow)
+        curve_artifact(services.run)
+        get_run_logger().info("run %s is at policy version %d", config.run, policy.iteration + 1)
+        return policy.iteration + 1
+
+
+@flow(flow_run_name=_run_name, persist_result=False, task_runner=ThreadPoolTaskRunner(max_workers=4))
+def iterate(config: RunConfig, iteration: int) -> int:
+    """One iteration of a run that has reached it: plan, generate, execute, verify, update, publish."""
+    with services_for(config) as services:
+        pipeline.iterate(services, PrefectRunner(config.prefect), iteration)
+        iteration_artifact(services.run, iteration)
+        return iteration + 1
+
+
+@contextmanager
+def services_for(config: RunConfig) -> Iterator[Services]:
+    """The services that this process holds open for the run, else new ones for the length of the block."""
+    services = _OPEN.get()
+    if services is not None and services.run.config == config:
+        yield services
+        return
+    with tempfile.TemporaryDirectory(prefix="posttrain-") as scratch, open_services(config, Path(scratch)) as services:
+        with holding(services):
+            yield services
+
+
+@contextmanager
+def holding(services: Services) -> Iterator[None]:
+    """Let flows that are called inside the block use these services."""
+    token = _OPEN.set(services)
+    try:
+        yield
+    finally:
+        _OPEN.reset(token)
+
+
+def _iterate_as_subflow(services: Services, iteration: int) -> Manifest:
+    config = services.run.config
+    runner = ThreadPoolTaskRunner(max_workers=config.prefect.max_workers)
+    version = iterate.with_options(task_runner=runner)(config, iteration)
+    return services.run.policy(version)
+

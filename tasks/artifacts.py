@@ -1,0 +1,40 @@
+"""What a flow run shows in the Prefect UI: a table and the reward curve after each iteration, a picture at the end."""
+
+import base64
+import tempfile
+from pathlib import Path
+
+from prefect.artifacts import create_image_artifact, create_markdown_artifact
+
+from posttrain_core.stages.context import Run
+from posttrain_core.layout import Scope
+
+_BARS = "▁▂▃▄▅▆▇█"
+_WINDOW = 40  # iterations in the sparkline
+
+
+def iteration_artifact(run: Run, iteration: int) -> None:
+    """A markdown table of one iteration's numbers."""
+    create_markdown_artifact(iteration_markdown(run, iteration), key=artifact_key(run.name, "iteration"))
+
+
+def iteration_markdown(run: Run, iteration: int) -> str:
+    """Counts and metrics of an iteration, with the rewards up to it as a line of bars."""
+    first = max(0, iteration + 1 - _WINDOW)
+    verdicts = [run.manifest(Scope(number), "verify").metrics for number in range(first, iteration + 1)]
+    rewards = [metrics.get("reward_mean", 0.0) for metrics in verdicts]
+    numbers = {**verdicts[-1], **run.manifest(Scope(iteration), "update").metrics}
+    rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in numbers.items())
+    return f"**{run.name}, iteration {iteration}**\n\nReward: `{sparkline(rewards)}`\n\n| metric | value |\n|---|---|\n{rows}\n"
+
+
+def sparkline(values: list[float]) -> str:
+    low, high = min(values), max(values)
+    step = (high - low) / (len(_BARS) - 1) or 1.0
+    return "".join(_BARS[round((value - low) / step)] for value in values)
+
+
+def artifact_key(run: str, kind: str) -> str:
+    """Prefect allows lower-case letters, digits and dashes."""
+    name = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in run.lower())
+    return f"{name}-{kind}"
