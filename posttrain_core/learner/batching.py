@@ -20,7 +20,7 @@ MICRO_BATCH_OVERHEAD = 64
 
 @dataclass(frozen=True)
 class Row:
-    """Samples with the same prompt; `num_tokens` counts the prompt once."""
+    """Samples with the same prompt. `num_tokens` counts the prompt once and no sample's last token: it predicts nothing."""
 
     samples: tuple[int, ...]
     num_tokens: int
@@ -65,7 +65,7 @@ def split_samples(group: NDArray[np.int64], num_steps: int, random: np.random.Ge
 
 
 def share_prompts(samples: SampleArrays, chosen: Sequence[int], longest: int) -> list[Row]:
-    """Rows of the chosen samples; samples with one prompt share a row while it is not longer than `longest` (0: never)."""
+    """Rows of the chosen samples; those with one prompt share a row of at most `longest` tokens (0: none shares)."""
     by_prompt: dict[bytes, list[int]] = {}
     for sample in chosen:
         by_prompt.setdefault(samples.prompt(sample), []).append(sample)
@@ -138,9 +138,9 @@ def _rows(samples: SampleArrays, members: Sequence[int], longest: int) -> list[R
     rows: list[Row] = []
     for sample in members:
         span = samples.span(sample)
-        num_response_tokens = span.stop - span.start - num_prompt_tokens
-        if rows and rows[-1].num_tokens + num_response_tokens <= longest:
-            rows[-1] = Row((*rows[-1].samples, sample), rows[-1].num_tokens + num_response_tokens)
+        added = span.stop - span.start - num_prompt_tokens - 1
+        if rows and rows[-1].num_tokens + added <= longest:
+            rows[-1] = Row((*rows[-1].samples, sample), rows[-1].num_tokens + added)
         else:
-            rows.append(Row((sample,), num_prompt_tokens + num_response_tokens))
+            rows.append(Row((sample,), num_prompt_tokens + added))
     return rows

@@ -2,12 +2,14 @@
 
 Legend: B rows padded on the right to L tokens, M learned tokens (flat), S sequences of the micro-batch.
 
-Two samples with the prompt p q and the responses a b and c, in one row:
+Two samples with the prompt p q and the responses a b c and d e, in one row. The last token of a response predicts
+nothing and is left out:
 
-    input_ids     p q a b c
+    input_ids     p q a b d
     segment       0 0 1 1 2        a token sees the prompt (0) and its own segment, never a neighbour's
     position_ids  0 1 2 3 2
-    column_M      1 2 1            a is predicted by q, b by a, c by q
+    target        a b c d e
+    column        1 2 3 1 4        a and d are predicted by q
 """
 
 from collections.abc import Sequence
@@ -57,11 +59,11 @@ def collate(samples: SampleArrays, rows: Sequence[Row], weights: Floats) -> Batc
         for order, sample in enumerate(row.samples, start=1):
             span = samples.span(sample)
             response = np.arange(span.start + num_prompt_tokens, span.stop)
-            begin, end = end, end + len(response)
-            input_ids[number, begin:end] = samples.tokens[response]
-            position_ids[number, begin:end] = num_prompt_tokens + np.arange(len(response))
+            begin, end = end, end + len(response) - 1
+            input_ids[number, begin:end] = samples.tokens[response[:-1]]
+            position_ids[number, begin:end] = num_prompt_tokens + np.arange(end - begin)
             segment[number, begin:end] = order
-            columns = np.arange(begin, end) - 1
+            columns = np.arange(begin - 1, end)
             columns[0] = num_prompt_tokens - 1
             learned = samples.loss_mask[response] == 1
             tokens.append((np.full(learned.sum(), number), columns[learned], response[learned]))

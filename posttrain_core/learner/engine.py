@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed  # type: ignore[import-untyped]
+import deepspeed
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -177,6 +177,7 @@ def init_distributed(rendezvous: Path, threads: int) -> Rank:
     number, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # for debugging; it fills ZeRO's buckets every step
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", number) if on_gpu else torch.device("cpu")
     if on_gpu:

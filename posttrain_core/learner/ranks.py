@@ -127,6 +127,8 @@ def _environment(number: int, num_ranks: int, threads: int) -> dict[str, str]:
         "LOCAL_RANK": str(number),
         "WORLD_SIZE": str(num_ranks),
         "OMP_NUM_THREADS": str(threads),
+        # Threads that spin while they wait slow a shared machine down several times.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this machine, and its name need not resolve
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic matrix products on GPUs
         "TOKENIZERS_PARALLELISM": "false",

@@ -130,7 +130,7 @@ def score(engine: Engine, prompt_ids: Sequence[int], response_ids: Sequence[int]
     """Log-probabilities of a response's tokens under the held policy."""
     samples = from_demonstrations([prompt_ids], [response_ids])
     samples = replace(samples, temperature=np.array([temperature]))
-    batch = collate(samples, [Row((0,), len(samples.tokens))], np.ones(1))
+    batch = collate(samples, [Row((0,), len(samples.tokens) - 1)], np.ones(1))
     distribution = engine.forward(batch)
     values: list[float] = losses.token_logprobs(distribution, _tensor(batch.target, distribution)).tolist()
     return values
