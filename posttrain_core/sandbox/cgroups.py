@@ -7,12 +7,13 @@ Source: the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memor
 
 import itertools
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain_core.sandbox.protocol import Limits
 
-OWN_PROCESSES = 4  # guard, zygote, init, and one in transition
+OWN_PROCESSES = 2  # zygote and init
 OWN_MEMORY_MIB = 48  # what those hold, and what the kernel holds for dying namespaces
 _numbers = itertools.count()
 
@@ -26,8 +27,8 @@ class Cgroup:
     pids: Path
 
     @property
-    def folders(self) -> list[str]:
-        return list(dict.fromkeys((str(self.memory), str(self.pids))))
+    def folders(self) -> list[Path]:
+        return list(dict.fromkeys((self.memory, self.pids)))
 
     def limit(self, limits: Limits) -> None:
         """Set the limits of the next execution. Raises OSError."""
@@ -48,11 +49,21 @@ class Cgroup:
         return _field(self.memory / file, "oom_kill"), _field(self.pids / "pids.events", "max")
 
     def remove(self) -> None:
-        for folder in self.folders:
+        remove_folders(self.folders)
+
+
+def remove_folders(folders: list[Path]) -> None:
+    """rmdir, tried for a second: a cgroup is busy until the kernel has buried its last process."""
+    for folder in folders:
+        for _ in range(50):
             try:
-                os.rmdir(folder)
-            except OSError:  # gone already, or busy: then the guard removes it
-                continue
+                folder.rmdir()
+            except FileNotFoundError:
+                break
+            except OSError:
+                time.sleep(0.02)
+            else:
+                break
 
 
 def make_cgroup() -> Cgroup | None:
@@ -62,7 +73,7 @@ def make_cgroup() -> Cgroup | None:
         cgroup = Cgroup(version, memory / name, pids / name)
         try:
             for folder in cgroup.folders:
-                os.mkdir(folder)
+                folder.mkdir()
             cgroup.limit(Limits())
             cgroup.events()
             if version == 2:

@@ -37,9 +37,10 @@ def _load(source: str, entry: str) -> Callable[..., Any]:
         return lambda x: eval(expression, {"x": x})
     namespace: dict[str, Any] = {"__name__": "program"}
     exec(compile(source, "<program>", "exec"), namespace)
-    if not callable(namespace.get(entry)):
-        raise NameError(f"the program does not define the function {entry}")
-    return namespace[entry]  # type: ignore[no-any-return]
+    call: Callable[..., Any] | None = namespace.get(entry)
+    if callable(call):
+        return call
+    raise NameError(f"the program does not define the function {entry}")
 
 
 def _call(call: Callable[..., Any], arguments: list[Any]) -> tuple[bool, str]:

@@ -20,7 +20,7 @@ What helps:
 - Debian 10 and earlier: sudo sysctl kernel.unprivileged_userns_clone=1
 - user.max_user_namespaces must not be 0 (sysctl user.max_user_namespaces)
 - in Docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined --cap-add SYS_ADMIN
-- Linux 5.12 or newer
+- Linux 5.12 or newer; inside a chroot only root can make namespaces
 `posttrain doctor` shows what is there. To run the code with your own rights instead, which is right only for a
 policy that you trust, set sandbox.type: unisolated."""
 

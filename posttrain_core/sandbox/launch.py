@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -23,10 +23,13 @@ from posttrain_core.sandbox.protocol import Limits, ProgramRequest
 START_SECONDS = 30.0
 END_SECONDS = 10.0  # from our kill to the zygote's word that nothing is left
 _READ_BYTES = 1 << 16
-_BOOTSTRAP = (
-    "import sys; sys.path.insert(0, {folder!r}); "
-    "from posttrain_core.sandbox import zygote; del sys.path[0]; zygote.main()"
-)
+_BOOTSTRAP = """import sys
+sys.path.insert(0, {folder!r})
+from posttrain_core.sandbox import zygote
+del sys.path[0]
+zygote.main({control}, zygote.Settings(**{settings!r}))
+"""
+_FLAGS = ("-s", "-S", "-P", "-u", "-X", "utf8")  # not -I, under which PYTHONHASHSEED would be ignored
 
 
 class Kill(StrEnum):
@@ -82,29 +85,35 @@ class Zygote:
         self._cgroup: Cgroup | None = None if mode == "unisolated" else make_cgroup()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, tempfile.TemporaryFile() as errors:
-            self._process = subprocess.Popen(
-                self._command(theirs.fileno()),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                pass_fds=(theirs.fileno(),),
-                env={"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"},
-                start_new_session=True,
-            )
+            self._process = self._start(theirs.fileno(), errors.fileno())
             theirs.close()
             self.features = self._ready(errors.fileno())
 
-    def _command(self, control: int) -> list[str]:
+    def _start(self, control: int, errors: int) -> "subprocess.Popen[bytes]":
+        interpreter = getattr(sys, "_base_executable", "") or sys.executable  # not a venv's: no site-packages
+        with tempfile.TemporaryFile() as script:
+            script.write(self._bootstrap(control).encode())
+            script.seek(0)
+            return subprocess.Popen(
+                [interpreter, *_FLAGS, "-"],  # programs can see this command line, so it says nothing
+                stdin=script,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                pass_fds=(control,),
+                env={"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"},
+                start_new_session=True,
+            )
+
+    def _bootstrap(self, control: int) -> str:
+        folders = [str(folder) for folder in self._cgroup.folders] if self._cgroup else []
         settings = {
             "mode": self.mode,
             "host_pid": os.getpid(),
-            "cgroup_procs": [f"{folder}/cgroup.procs" for folder in self._cgroup.folders] if self._cgroup else [],
-            "cgroup_folders": self._cgroup.folders if self._cgroup else [],
+            "cgroup_procs": [f"{folder}/cgroup.procs" for folder in folders],
+            "cgroup_folders": folders,
         }
-        interpreter = getattr(sys, "_base_executable", "") or sys.executable  # not the venv's: no site-packages
-        bootstrap = _BOOTSTRAP.format(folder=str(Path(posttrain_core.__file__).parent.parent))
-        flags = ["-s", "-S", "-P", "-X", "utf8"]  # not -I, under which the hash seed would be ignored
-        return [interpreter, *flags, "-c", bootstrap, str(control), json.dumps(settings)]
+        folder = str(Path(posttrain_core.__file__).parent.parent)
+        return _BOOTSTRAP.format(folder=folder, control=control, settings=settings)
 
     def _ready(self, errors: int) -> dict[str, Any]:
         try:
@@ -154,7 +163,7 @@ class Zygote:
                 os.close(stream.fd)
         after = self._events(None)
         stdout, stderr, results, evidence = (bytes(stream.data[: stream.cap]) for stream in streams)
-        report = json.loads(evidence) if evidence else {}
+        report = {key: value for line in evidence.splitlines() for key, value in json.loads(line).items()}
         return Observed(stdout, stderr, results, report, kill, after[0] - before[0], after[1] - before[1])
 
     def _events(self, limits: Limits | None) -> tuple[int, int]:
@@ -200,7 +209,9 @@ class Zygote:
         kill: Kill | None = None
         done = False
         while by_fd or not done:
-            events = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            events = poll.poll(0 if done else max(0.0, deadline - time.monotonic()) * 1000)
+            if done and not events:
+                break  # a fork of the host may hold a writing end; what was written has been read
             for fd, _ in events:
                 stream = by_fd.get(fd)
                 if stream is None:
@@ -213,7 +224,7 @@ class Zygote:
                 elif stream.too_long and kill is None:
                     kill = stream.overflow
                     deadline = _end(pidfd)
-            if time.monotonic() < deadline:
+            if done or time.monotonic() < deadline:
                 continue
             if kill is not None:
                 raise ZygoteDied("it did not end an execution that was killed")
@@ -235,8 +246,6 @@ class Zygote:
 
 def _end(pidfd: int) -> float:
     """SIGKILL to pid 1 of the execution; the kernel ends the rest. Returns the new deadline."""
-    try:
+    with suppress(ProcessLookupError):  # it has just ended by itself
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # it has just ended by itself
     return time.monotonic() + END_SECONDS

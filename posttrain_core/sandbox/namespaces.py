@@ -10,6 +10,7 @@ import platform
 import resource
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
@@ -28,6 +29,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1,
 _PR_SET_CHILD_SUBREAPER, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 36, 47, 4
 _CAPABILITY_VERSION_3 = 0x20080522
 _ARM = platform.machine() == "aarch64"
+_SYS_CLOSE_RANGE = 436
 _SYS_PIVOT_ROOT, _SYS_CAPSET, _SYS_MOUNT_SETATTR = (41, 91, 442) if _ARM else (155, 126, 442)
 _MAX_OUTER_ID = 0x70000000
 
@@ -53,11 +55,16 @@ def rejoin(flag: int) -> None:
         os.close(pidfd)
 
 
-def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
+def mount(source: str, target: str | Path, kind: str = "", flags: int = 0, data: str = "") -> None:
     result = _libc.mount(
         source.encode(), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), data.encode() if data else None
     )
     _check(result, f"mount({kind or source} on {target})")
+
+
+def close_descriptors(first: int, last: int = 0x7FFFFFFF) -> None:
+    """close_range(2), whatever the C library that this interpreter was built against."""
+    _check(_libc.syscall(_SYS_CLOSE_RANGE, ctypes.c_uint(first), ctypes.c_uint(last), 0), "close_range")
 
 
 def die_with_parent(signal_number: int) -> None:
@@ -71,12 +78,14 @@ def adopt_orphans() -> None:
 
 
 def map_own_ids() -> None:
-    """In a new user namespace: the user who made it is INNER_ID there, and nobody else exists."""
+    """In a new user namespace: the user who made it is INNER_ID there, nobody else exists, and none is made below."""
     uid, gid = os.geteuid(), os.getegid()
     unshare(NEWUSER)
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{INNER_ID} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{INNER_ID} {gid} 1")
+    with suppress(OSError):  # read-only in containers; the system call filter says the same
+        Path("/proc/sys/user/max_user_namespaces").write_text("0")
 
 
 # --- the root that programs see ---------------------------------------------------------------------------------
@@ -98,60 +107,61 @@ def enter_minimal_root() -> bool:
     for source in sources:
         _bind(source, root)
     for name in ("null", "zero", "full", "random", "urandom"):
-        _bind(f"/dev/{name}", root, 0)
+        _bind(Path("/dev", name), root, 0)
     for folder in (WORKDIR, "/proc"):
-        os.mkdir(root + folder)
-    has_proc = _try_proc(root + "/proc")
+        (root / folder.lstrip("/")).mkdir()
+    has_proc = _try_proc(root / "proc")
     _set_attributes(root, _ATTR_RDONLY | _ATTR_NOSUID)
     _pivot(root)
     return has_proc
 
 
-def _library_folders() -> list[str]:
+def _library_folders() -> list[Path]:
     """Existing folders that hold shared libraries or this interpreter's standard library, none inside another."""
-    wanted = ["/lib", "/lib64", "/usr/lib", "/usr/lib64"]
-    wanted += [os.path.join(sys.base_prefix, "lib"), os.path.join(sys.base_prefix, "lib64")]
-    wanted += [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
-    found: list[str] = []
+    base = Path(sys.base_prefix)
+    wanted = [Path("/lib"), Path("/lib64"), Path("/usr/lib"), Path("/usr/lib64"), base / "lib", base / "lib64"]
+    wanted += [Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("platstdlib"))]
+    found: list[Path] = []
     for folder in wanted:
-        if os.path.isdir(folder) and not any(f"{folder}/".startswith(f"{other}/") for other in found):
+        if folder.is_dir() and not any(folder.is_relative_to(other) for other in found):
             found.append(folder)
     return found
 
 
-def _mount_point(sources: list[str]) -> str:
-    for folder in ("/mnt", "/media", "/srv", "/opt", "/tmp", "/run", "/var", "/home"):
-        if os.path.isdir(folder) and not any(f"{source}/".startswith(f"{folder}/") for source in sources):
+def _mount_point(sources: list[Path]) -> Path:
+    """A folder to build the new root on, which hides what is in it: none of the sources may be."""
+    for folder in map(Path, ("/mnt", "/media", "/srv", "/opt", "/tmp", "/run", "/var", "/home")):
+        if folder.is_dir() and not any(source.is_relative_to(folder) for source in sources):
             return folder
     raise OSError("no folder such as /mnt or /media to build the sandbox's root on")
 
 
-def _bind(source: str, root: str, attributes: int = _ATTR_NODEV) -> None:
-    target = root + source
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    if os.path.islink(source):
-        os.symlink(os.readlink(source), target)
+def _bind(source: Path, root: Path, attributes: int = _ATTR_NODEV) -> None:
+    target = root / source.relative_to("/")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_symlink():
+        target.symlink_to(source.readlink())
         return
-    if os.path.isdir(source):
-        os.mkdir(target)
+    if source.is_dir():
+        target.mkdir()
     else:
-        os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
-    mount(source, target, flags=_MS_BIND | _MS_REC)
+        target.touch()
+    mount(str(source), target, flags=_MS_BIND | _MS_REC)
     _set_attributes(target, attributes)
     _mask_packages(target)
 
 
-def _mask_packages(folder: str) -> None:
+def _mask_packages(folder: Path) -> None:
     """Installed packages (ours included) are covered by empty folders."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     for middle in ("", version, "python3"):
         for name in ("site-packages", "dist-packages"):
-            packages = os.path.join(folder, middle, name)
-            if os.path.isdir(packages):
-                mount("tmpfs", packages, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=0,nr_inodes=2,mode=0755")
+            packages = folder / middle / name
+            if packages.is_dir():
+                mount("tmpfs", packages, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=4k,nr_inodes=2,mode=0755")
 
 
-def _set_attributes(target: str, attributes: int) -> None:
+def _set_attributes(target: Path, attributes: int) -> None:
     """mount_setattr on the whole tree: only ever adds restrictions, so locked flags are no obstacle."""
     if attributes:
         wanted = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
@@ -161,7 +171,7 @@ def _set_attributes(target: str, attributes: int) -> None:
         _check(result, f"mount_setattr({target}), which needs Linux 5.12")
 
 
-def _try_proc(target: str) -> bool:
+def _try_proc(target: Path) -> bool:
     try:
         mount("proc", target, "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     except OSError:
@@ -169,7 +179,7 @@ def _try_proc(target: str) -> bool:
     return True
 
 
-def _pivot(root: str) -> None:
+def _pivot(root: Path) -> None:
     """pivot_root onto `root` and detach what was there. The file descriptor survives the walk out of a chroot."""
     handle = os.open(root, os.O_PATH)
     rejoin(NEWNS)
@@ -236,7 +246,10 @@ def spare_user(pid: int) -> int:
 
 def address_space_bytes() -> int:
     """Virtual memory of this process now: the interpreter's share of the limit that a program gets on top."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:  # no /proc here
+        return 64 * MIB
 
 
 def set_limits(wanted: dict[int, int]) -> None:

@@ -14,6 +14,7 @@ Control messages (SOCK_SEQPACKET, JSON): {"ready": ..} or {"error": ..} at start
 nothing of the execution is alive.
 """
 
+import fcntl
 import gc
 import json
 import os
@@ -22,11 +23,12 @@ import select
 import signal
 import socket
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from posttrain_core.sandbox import driver, namespaces, seccomp
+from posttrain_core.sandbox.cgroups import remove_folders
 
 RESULT_FD = 3
 TICK_SECONDS = 0.02
@@ -60,25 +62,26 @@ class Prepared(NamedTuple):
     base_address_space: int
 
 
-def main() -> None:
-    """Entry of the exec'ed interpreter: argv is the control socket's number and the settings as JSON."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    settings = Settings(**json.loads(sys.argv[2]))
-    sys.argv[:] = [""]
+def main(control_fd: int, settings: Settings) -> None:
+    """Entry of the exec'ed interpreter."""
+    control = socket.socket(fileno=control_fd)
     os.environ.clear()
     try:
         host = os.pidfd_open(settings.host_pid)
         if os.getppid() != settings.host_pid:
-            sys.exit(1)
+            raise ProcessLookupError("the host is gone already")
         base = namespaces.address_space_bytes()
         if settings.mode == "userns":
             namespaces.map_own_ids()
-        if settings.mode != "unisolated":
+        if settings.mode == "unisolated":
+            namespaces.adopt_orphans()
+        else:
             namespaces.unshare(namespaces.NEWPID)
         guard = os.getpid()
         child = os.fork()
     except OSError as error:
-        _send(control, {"error": str(error)})
+        _fail(control, error)
+        remove_folders([Path(folder) for folder in settings.cgroup_folders])
         sys.exit(1)
     if child == 0:
         _zygote(control, host, settings, base, guard)
@@ -90,21 +93,20 @@ def _send(control: socket.socket, message: dict[str, Any], fds: tuple[int, ...] 
     socket.send_fds(control, [json.dumps(message).encode()], fds)
 
 
+def _fail(control: socket.socket, error: OSError) -> None:
+    with suppress(OSError):  # the host may be gone
+        _send(control, {"error": error.strerror or str(error)})
+
+
 def _guard(zygote: int, host: int, settings: Settings) -> NoReturn:
     """Outlive the zygote by a moment: end it with the host, and take its cgroups away."""
     pidfd = os.pidfd_open(zygote)
     select.select([pidfd, host], [], [])
     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     os.waitpid(zygote, 0)
-    for folder in settings.cgroup_folders:
-        for _ in range(50):
-            try:
-                os.rmdir(folder)
-                break
-            except FileNotFoundError:
-                break
-            except OSError:  # busy until the kernel has buried the last process
-                time.sleep(TICK_SECONDS)
+    if settings.mode == "unisolated":
+        _sweep()
+    remove_folders([Path(folder) for folder in settings.cgroup_folders])
     os._exit(0)
 
 
@@ -115,7 +117,7 @@ def _zygote(control: socket.socket, host: int, settings: Settings, base: int, gu
     try:
         prepared = _prepare(settings, base, guard)
     except OSError as error:
-        _send(control, {"error": str(error)})
+        _fail(control, error)
         os._exit(1)
     _send(control, {"ready": True, "proc": prepared.has_proc, "seccomp": bool(prepared.filter)})
     gc.collect()
@@ -137,12 +139,12 @@ def _prepare(settings: Settings, base: int, guard: int) -> Prepared:
     for path in settings.cgroup_procs:
         Path(path).write_text("0")
     if settings.mode == "unisolated":
-        namespaces.adopt_orphans()
+        namespaces.adopt_orphans()  # the attribute is not inherited from the guard
         return Prepared("unisolated", True, b"", 0, base)
     user = namespaces.spare_user(guard) if settings.mode == "privileged" else 0
     namespaces.unshare(namespaces.NEWNS)
     has_proc = namespaces.enter_minimal_root()
-    sys.path[:] = [entry for entry in sys.path if os.path.exists(entry)]
+    sys.path[:] = [entry for entry in sys.path if Path(entry).exists()]
     return Prepared(settings.mode, has_proc, seccomp.build_filter(), user, base)
 
 
@@ -204,9 +206,20 @@ def _init(request: dict[str, Any], fds: Descriptors, prepared: Prepared) -> NoRe
             namespaces.drop_privileges(prepared.user)
         evidence = _watch(program, limits, prepared)
     except BaseException as error:
-        evidence = {"error": f"{type(error).__name__}: {error}"}
-    os.write(fds.evidence, json.dumps(evidence).encode())
-    os._exit(0)
+        evidence = _blame(error)
+    _leave(fds.evidence, evidence)
+
+
+def _blame(error: BaseException) -> dict[str, Any]:
+    return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _leave(fd: int, evidence: dict[str, Any]) -> NoReturn:
+    """Write a line of evidence and end, whatever happens: a forked process never returns into the zygote's loop."""
+    try:
+        os.write(fd, json.dumps(evidence).encode() + b"\n")
+    finally:
+        os._exit(0)
 
 
 def _set_stage(limits: dict[str, Any], workdir: str, prepared: Prepared) -> None:
@@ -225,44 +238,42 @@ def _set_stage(limits: dict[str, Any], workdir: str, prepared: Prepared) -> None
 
 def _program(limits: dict[str, Any], fds: Descriptors, prepared: Prepared) -> NoReturn:
     """The program's process: give everything up, then run it. Before that point, a failure is ours."""
+    evidence = fcntl.fcntl(fds.evidence, fcntl.F_DUPFD_CLOEXEC, 64)
     try:
         payload = os.pread(fds.payload, os.fstat(fds.payload).st_size, 0)
         os.setsid()
-        evidence = _arrange_descriptors(fds)
+        _arrange_descriptors(fds, evidence)
         namespaces.set_limits(_resource_limits(limits, prepared))
         if prepared.mode == "unisolated":
+            namespaces.die_with_parent(signal.SIGKILL)
             namespaces.forbid_new_privileges()
         else:
             namespaces.drop_privileges(prepared.user)
         if prepared.filter:
             seccomp.install_filter(prepared.filter)
     except BaseException as error:
-        os.write(fds.evidence, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
-        os._exit(1)
-    os.close(evidence)
-    for name in [name for name in sys.modules if name.startswith("posttrain_core")]:
-        del sys.modules[name]
-    signal.pthread_sigmask(signal.SIG_SETMASK, set())
-    code = driver.run_program(payload, RESULT_FD)
+        _leave(evidence, _blame(error))
+    code = 1
     try:
+        os.close(evidence)
+        for name in [name for name in sys.modules if name.startswith("posttrain_core")]:
+            del sys.modules[name]
+        signal.pthread_sigmask(signal.SIG_SETMASK, set())
+        code = driver.run_program(payload, RESULT_FD)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
         os._exit(code)
 
 
-def _arrange_descriptors(fds: Descriptors) -> int:
-    """0 is /dev/null, 1 and 2 the output pipes, RESULT_FD the frames; the evidence pipe's number is returned."""
-    high = [os.dup(fd) for fd in fds]
-    null = os.open("/dev/null", os.O_RDONLY)
-    moved = Descriptors(*high)
-    for number, fd in enumerate((null, moved.stdout, moved.stderr, moved.results)):
+def _arrange_descriptors(fds: Descriptors, evidence: int) -> None:
+    """0 is /dev/null, 1 and 2 the output pipes, RESULT_FD the frames, `evidence` stays; all others are closed."""
+    wanted = (os.open("/dev/null", os.O_RDONLY), fds.stdout, fds.stderr, fds.results)
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, evidence + 1) for fd in wanted]
+    for number, fd in enumerate(high):
         os.dup2(fd, number)
-    os.dup2(moved.evidence, fds.evidence)
-    os.closerange(RESULT_FD + 1, fds.evidence)
-    os.closerange(fds.evidence + 1, 1 << 20)
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", errors="replace"), open(2, "w", errors="replace")
-    return fds.evidence
+    namespaces.close_descriptors(RESULT_FD + 1, evidence - 1)
+    namespaces.close_descriptors(evidence + 1)
 
 
 def _resource_limits(limits: dict[str, Any], prepared: Prepared) -> dict[int, int]:
@@ -285,31 +296,38 @@ def _resource_limits(limits: dict[str, Any], prepared: Prepared) -> dict[int, in
 def _watch(program: int, limits: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
     """Reap until the program ends; every tick, sum what all processes hold and end the execution above a limit."""
     evidence: dict[str, Any] = {"memory_full": False, "processes_full": False}
+    can_look = prepared.has_proc and prepared.mode != "unisolated"
+    inherited = _private_bytes(os.getpid()) if can_look else 0
     while True:
         signal.sigtimedwait({signal.SIGCHLD}, TICK_SECONDS)
         while (ended := os.wait4(-1, os.WNOHANG))[0]:
             if ended[0] == program:
                 return evidence | _post_mortem(ended[1], ended[2], prepared)
-        if prepared.has_proc and prepared.mode != "unisolated":
-            memory, tasks = _usage()
+        if can_look:
+            memory, tasks = _usage(inherited)
             evidence["processes_full"] |= tasks >= limits["num_processes"]
             if memory > limits["memory_mib"] * namespaces.MIB:
                 return evidence | {"memory_full": True, "exit": -signal.SIGKILL, "cpu": 0.0, "disk_full": False}
 
 
-def _usage() -> tuple[int, int]:
-    """Bytes of private memory and number of threads of everyone in this pid namespace but this process."""
+def _usage(inherited: int) -> tuple[int, int]:
+    """Memory and threads of everyone in this pid namespace but this process. Memory is private bytes above what
+    each has from the zygote; pages that a program's own forks still share count once per process."""
     memory = tasks = 0
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        if pid == "1":
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or folder.name == "1":
             continue
         try:
-            pages = Path(f"/proc/{pid}/statm").read_text().split()
-            tasks += int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[17])
+            tasks += int((folder / "stat").read_text().rpartition(")")[2].split()[17])
+            memory += max(0, _private_bytes(int(folder.name)) - inherited)
         except (OSError, ValueError, IndexError):  # it ended meanwhile
             continue
-        memory += (int(pages[1]) - int(pages[2])) * resource.getpagesize()
     return memory, tasks
+
+
+def _private_bytes(pid: int) -> int:
+    pages = Path(f"/proc/{pid}/statm").read_text().split()
+    return (int(pages[1]) - int(pages[2])) * resource.getpagesize()
 
 
 def _post_mortem(status: int, usage: resource.struct_rusage, prepared: Prepared) -> dict[str, Any]:
