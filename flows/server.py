@@ -126,12 +126,22 @@ class LocalServer:
         self._state_path = self.home / "server.json"
         self._users_path = self.home / "users.lock"
         self._users: IO[str] | None = None
+        self._configured = configured_api_url()  # now: setting PREFECT_API_URL for ours later must not look like it
         self._state: ServerState | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def api_url(self) -> str:
+        """Known from `begin` on, so that the environment can be set while the server still starts."""
+        if self._configured is not None:
+            return self._configured
+        if self._state is None:
+            raise PrefectServerUnavailable("the local Prefect server was not begun: call begin() first")
+        return self._state.api_url
+
     def begin(self) -> None:
         """Joins the server of this home, or starts one in the background. Nothing happens where a URL is configured."""
-        if configured_api_url():
+        if self._configured is not None:
             return
         try:
             self.home.mkdir(parents=True, exist_ok=True)
@@ -149,18 +159,17 @@ class LocalServer:
 
     def wait_ready(self, timeout_seconds: float = START_TIMEOUT_SECONDS) -> str:
         """The API URL, once the server is healthy. Raises PrefectServerUnavailable when it ends or takes too long."""
-        if url := configured_api_url():
-            return url
+        url = self.api_url
         if self._state is None:
-            raise PrefectServerUnavailable("wait_ready() before begin(): call begin() first")
+            return url
         deadline = time.monotonic() + timeout_seconds
-        while not healthy(self._state.api_url):
+        while not healthy(url):
             if not self._state.alive():
                 raise PrefectServerUnavailable(self._complaint("ended before it was healthy"))
             if time.monotonic() > deadline:
                 raise PrefectServerUnavailable(self._complaint(f"is not healthy after {timeout_seconds:.0f} s"))
             time.sleep(0.1)
-        return self._state.api_url
+        return url
 
     def close(self) -> None:
         """Gives the server up; the last user stops it and waits until it is gone."""
