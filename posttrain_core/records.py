@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+PASS_REWARD = 1.0  # a rollout passes when its reward is at least this
+
 
 class Outcome(StrEnum):
     """What became of a rollout.

@@ -1,0 +1,101 @@
+"""SQL over a run: DuckDB in memory, without files, network or extensions.
+
+    rollouts     one row per rollout with its verdict (reward, outcome, flags, breakdown, evidence) and execution_status
+    executions, verdicts, samples, plan     as the stages wrote them
+    iterations   one row per verified iteration with the metrics of its verdicts and of its update
+    evaluations  one row per evaluated policy version and domain ("" is all of them)
+    telemetry    one row per computation: iteration, purpose, stage, shard, host, process, started, ended
+
+The first five have the columns `iteration` (of an evaluation: the policy version) and `purpose`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from posttrain_core.errors import ConfigError
+from posttrain_core.inspect.catalogue import Run
+from posttrain_core.inspect.evaluation import evaluations
+from posttrain_core.inspect.metrics import held_out_passes, iteration_metrics
+from posttrain_core.inspect.tables import STAGE_OF_TABLE, check_objects, dataset
+from posttrain_core.inspect.timeline import intervals
+
+_LOCKED: dict[str, Any] = {
+    "enable_external_access": False,
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+    "lock_configuration": True,
+}
+_ROLLOUTS = "rollout_rows"  # the table as generate wrote it, below the view `rollouts`
+_VIEW = f"""
+create view rollouts as
+select r.* exclude (outcome), coalesce(v.outcome, r.outcome) as outcome, v.reward, v.flags, v.breakdown, v.evidence,
+       e.status as execution_status
+from {_ROLLOUTS} r left join verdicts v using (rollout_id) left join executions e using (rollout_id)
+"""
+
+
+def sql(run: Run, query: str, parameters: Sequence[Any] = ()) -> pa.Table:
+    """The answer to a query; only what it names is loaded. ConfigError with DuckDB's message when it is wrong."""
+    with _errors(run), closing(duckdb.connect(config=_LOCKED)) as connection:
+        _load(connection, run, {name.lower() for name in connection.get_table_names(query)})
+        answer = connection.sql(query, params=list(parameters))
+        return pa.table({}) if answer is None else answer.to_arrow_table()
+
+
+def table_names() -> list[str]:
+    return [*STAGE_OF_TABLE, *_COMPUTED]
+
+
+@contextmanager
+def _errors(run: Run) -> Iterator[None]:
+    try:
+        yield
+    except duckdb.Error as error:
+        if not isinstance(error, duckdb.ProgrammingError | duckdb.PermissionException):
+            for name in STAGE_OF_TABLE:  # a damaged object is not the query's fault
+                check_objects(run, name)
+        raise ConfigError(f"{error}\nThe tables are {', '.join(table_names())}") from error
+
+
+def _load(connection: duckdb.DuckDBPyConnection, run: Run, named: set[str]) -> None:
+    stored = named & STAGE_OF_TABLE.keys()
+    if "rollouts" in named:
+        connection.register(_ROLLOUTS, dataset(run, "rollouts"))
+        stored = (stored | {"verdicts", "executions"}) - {"rollouts"}
+    for name in stored:
+        connection.register(name, dataset(run, name))
+    if "rollouts" in named:
+        connection.execute(_VIEW)
+    for name in named & _COMPUTED.keys():
+        connection.register(name, _COMPUTED[name](run))
+
+
+def _iterations(run: Run) -> pa.Table:
+    rows = iteration_metrics(run)
+    names = sorted({"reward_mean", "pass_rate", *(name for row in rows for name in row)} - {"iteration"})
+    columns = {"iteration": pa.array([row["iteration"] for row in rows], pa.int64())}
+    return pa.table(columns | {name: pa.array([row.get(name) for row in rows], pa.float64()) for name in names})
+
+
+def _evaluations(run: Run) -> pa.Table:
+    names = {"version": pa.int64(), "domain": pa.string(), "num_problems": pa.int64(), "num_rollouts": pa.int64()}
+    schema = pa.schema(names | dict.fromkeys(("pass_rate", "low", "high"), pa.float64()))
+    return pa.Table.from_pylist([asdict(row) for row in evaluations(held_out_passes(run))], schema=schema)
+
+
+def _telemetry(run: Run) -> pa.Table:
+    names = {"iteration": pa.int64(), "purpose": pa.string(), "stage": pa.string(), "shard": pa.int64()}
+    names |= {"host": pa.string(), "process": pa.string(), "started": pa.float64(), "ended": pa.float64()}
+    return pa.Table.from_pylist([asdict(interval) for interval in intervals(run)], schema=pa.schema(names))
+
+
+_COMPUTED: dict[str, Callable[[Run], pa.Table]] = {
+    "iterations": _iterations,
+    "evaluations": _evaluations,
+    "telemetry": _telemetry,
+}
