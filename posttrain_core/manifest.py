@@ -8,6 +8,7 @@ run stops and says which field differs.
 import hashlib
 import json
 import platform
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +20,7 @@ from posttrain_core.schema import SCHEMA_VERSION, TABLES, corrupt, from_parquet,
 from posttrain_core.store.protocol import ObjectStore
 
 R = TypeVar("R")
+T = TypeVar("T")
 Fingerprint = Mapping[str, Any]
 
 
@@ -97,9 +99,7 @@ def commit_table(store: ObjectStore, key: str, name: str, records: Sequence[Any]
     data = to_parquet(to_table(name, records), expected)
     if store.put_if_absent(key, data):
         return ObjectRef(key, hashlib.sha256(data).hexdigest(), len(data), len(records))
-    found = find_table(store, key, expected)
-    assert found is not None, key
-    return found
+    return _adopted(find_table(store, key, expected), key)
 
 
 def find_table(store: ObjectStore, key: str, expected: Fingerprint) -> ObjectRef | None:
@@ -144,16 +144,34 @@ def commit_folder(store: ObjectStore, prefix: str, folder: Path, semantic: bool)
 def fetch_folder(store: ObjectStore, refs: Sequence[ObjectRef], prefix: str, cache: Path) -> Path:
     """A local folder that holds the objects, checked: in place for a local store, else below `cache`."""
     root = store.local_path(prefix.rstrip("/"))
-    if root is None:
-        root = cache / hashlib.sha256(prefix.encode()).hexdigest()[:24]
+    in_place = root is not None
+    root = root or cache / hashlib.sha256(prefix.encode()).hexdigest()[:24]
     for ref in refs:
         path = root / ref.key.removeprefix(prefix)
-        if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            store.get_file(ref.key, path)
-        if path.stat().st_size != ref.num_bytes or file_digest(path) != ref.digest:
+        intact = _matches(path, ref)
+        if not intact and not in_place:
+            _download(store, ref, path)
+            intact = _matches(path, ref)
+        if not intact:
+            if not path.is_file():
+                raise ObjectNotFound(f"object {ref.key!r} is gone, but a manifest names it: restore it from a copy")
             raise corrupt(ref.key, "it does not match the digest in its manifest")
     return root
+
+
+def _matches(path: Path, ref: ObjectRef) -> bool:
+    return path.is_file() and path.stat().st_size == ref.num_bytes and file_digest(path) == ref.digest
+
+
+def _download(store: ObjectStore, ref: ObjectRef, path: Path) -> None:
+    """Whole or not at all, so that a download that was cut off is not taken for the object."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        store.get_file(ref.key, part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def file_digest(path: Path) -> str:
@@ -168,11 +186,10 @@ def commit_manifest(store: ObjectStore, key: str, manifest: Manifest, check: Cal
     """The commit of a stage. `check` raises when the lease is lost. The loser of a race adopts the winner's."""
     check()
     record = asdict(manifest) | {"digest": manifest.digest}
+    record["checksum"] = digest_of(record)
     if store.put_if_absent(key, json.dumps(record, sort_keys=True, indent=1, default=dict).encode()):
         return manifest
-    found = find_manifest(store, key, manifest.fingerprint)
-    assert found is not None, key
-    return found
+    return _adopted(find_manifest(store, key, manifest.fingerprint), key)
 
 
 def find_manifest(store: ObjectStore, key: str, expected: Fingerprint | None = None) -> Manifest | None:
@@ -190,14 +207,21 @@ def find_manifest(store: ObjectStore, key: str, expected: Fingerprint | None = N
 def parse_manifest(data: bytes, key: str) -> Manifest:
     try:
         record = json.loads(data)
-        claimed = record.pop("digest")
+        intact = record.pop("checksum") == digest_of(record)
+        del record["digest"]  # derived; there for readers without this code
         objects = tuple(ObjectRef(**item) for item in record.pop("objects"))
         manifest = Manifest(objects=objects, **record)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise corrupt(key, f"it is not a manifest ({error})") from error
-    if manifest.digest != claimed:
-        raise corrupt(key, "its contents do not match its own digest")
+    if not intact:
+        raise corrupt(key, "its contents do not match its own checksum")
     return manifest
+
+
+def _adopted(found: T | None, key: str) -> T:
+    if found is None:
+        raise ObjectNotFound(f"{key} was written by another process and deleted at once; resume the run")
+    return found
 
 
 def code_version() -> str:

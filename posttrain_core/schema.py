@@ -1,14 +1,13 @@
 """Arrow schemas of the tables, and the way between records and Parquet bytes.
 
 A table's name is a key of `TABLES`. Each object's footer carries the schema version, the fingerprint's fields and a
-digest of the rows, so an object found without its manifest can be judged by itself.
+seal, the sha256 of all other bytes, so an object found without its manifest can be judged by itself.
 """
 
 import hashlib
 import json
-import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -16,11 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from posttrain_core.errors import ObjectCorrupt
-from posttrain_core.records import Execution, Message, PlanRow, Rollout, Sample, Verdict
+from posttrain_core.records import Execution, Message, PlanRow, Problem, Rollout, Sample, Split, Verdict
 
 R = TypeVar("R")
 
 SCHEMA_VERSION = 1
+
+_SEAL = b"posttrain.sha256:"  # followed by the digits
+_UNSEALED = b"0" * 64
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def _typed(hint: Any, value: Any) -> Any:
         item = get_args(hint)[0]
         return tuple(value) if item in (int, float, str) else tuple(_typed(item, element) for element in value)
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return types.MappingProxyType(dict(value))
+        return dict(value)
     if is_dataclass(hint):
         hints = get_type_hints(hint)
         return hint(**{name: _typed(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
@@ -123,56 +125,60 @@ def _typed(hint: Any, value: Any) -> Any:
     return value
 
 
+def problem_json(problem: Problem) -> str:
+    """What `PlanRow.problem` holds."""
+    return json.dumps(asdict(problem), sort_keys=True)
+
+
+def parse_problem(text: str) -> Problem:
+    """The inverse of `problem_json`."""
+    record: dict[str, Any] = json.loads(text)
+    prompt = tuple(Message(**message | {"images": tuple(message["images"])}) for message in record.pop("prompt"))
+    return Problem(prompt=prompt, split=Split(record.pop("split")), **record)
+
+
 def to_parquet(table: pa.Table, fingerprint: Mapping[str, Any]) -> bytes:
-    """Deterministic bytes: zstd, page checksums, the fingerprint's fields and a digest of the rows in the footer."""
+    """Deterministic bytes: zstd, page checksums, the fingerprint's fields and the seal in the footer."""
     metadata = {
         "posttrain.schema": str(SCHEMA_VERSION),
-        "posttrain.fingerprint": json.dumps(fingerprint, sort_keys=True),
-        "posttrain.rows": _rows_digest(table),
+        "posttrain.fingerprint": json.dumps(fingerprint, sort_keys=True, default=dict),
+        "posttrain.seal": (_SEAL + _UNSEALED).decode(),
     }
     sink = pa.BufferOutputStream()
     pq.write_table(table.replace_schema_metadata(metadata), sink, compression="zstd", write_page_checksum=True)
-    return bytes(sink.getvalue())
+    data = bytes(sink.getvalue())
+    before, after = _around_seal(data)
+    return before + _seal(before, after) + after
 
 
 def from_parquet(data: bytes, key: str) -> tuple[pa.Table, dict[str, Any]]:
     """The table and its fingerprint's fields; ObjectCorrupt, naming `key`, when the bytes are not what was written."""
+    before, after = _around_seal(data)
+    if data[len(before) : len(data) - len(after)] != _seal(before, after):
+        raise corrupt(key, f"its {len(data)} bytes do not match the digest in its footer")
     try:
-        table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
-        metadata = {name.decode(): text.decode() for name, text in (table.schema.metadata or {}).items()}
-        fingerprint = json.loads(metadata["posttrain.fingerprint"])
-        intact = metadata["posttrain.rows"] == _rows_digest(table)
-    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        raise corrupt(
-            key, f"it cannot be read ({str(error).splitlines()[0][:200] if str(error) else error!r})"
-        ) from error
-    if not intact:
-        raise corrupt(key, "its rows do not match the digest in its footer")
+        table = pq.read_table(pa.BufferReader(data))
+        fingerprint = json.loads(table.schema.metadata[b"posttrain.fingerprint"])
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        raise corrupt(key, f"it cannot be read ({error})") from error
     return table.replace_schema_metadata(None), fingerprint
 
 
 def corrupt(key: str, what: str) -> ObjectCorrupt:
     return ObjectCorrupt(
-        f"object {key!r} is damaged: {what}. Nothing was overwritten. Restore it from a copy, "
-        "or delete it so that its stage makes it again"
+        f"object {key!r} is damaged: {what}. Nothing was overwritten. Restore it from a copy; "
+        "a table that no manifest names yet may be deleted instead, then its stage makes it again"
     )
 
 
-def _rows_digest(table: pa.Table) -> str:
-    """Of the schema and the rows, whatever the chunking."""
-    plain = table.replace_schema_metadata(None).combine_chunks()
-    columns = {name: _map_as_list(plain.column(name)) for name in plain.column_names}
-    plain = pa.table(columns)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, plain.schema) as writer:
-        writer.write_table(plain)
-    return hashlib.sha256(sink.getvalue()).hexdigest()
+def _around_seal(data: bytes) -> tuple[bytes, bytes]:
+    """The bytes before the seal's digits and those after them. The footer's entries come after all the columns'."""
+    start = data.rfind(_SEAL) + len(_SEAL)
+    return data[:start], data[start + len(_UNSEALED) :]
 
 
-def _map_as_list(column: pa.ChunkedArray) -> pa.Array:
-    """Maps come back from Parquet with other inner names than they were written with; lists do not."""
-    array = column.combine_chunks()
-    if not pa.types.is_map(array.type):
-        return array
-    entries = pa.StructArray.from_arrays([array.keys, array.items], ["key", "value"])
-    return pa.ListArray.from_arrays(array.offsets, entries)
+def _seal(before: bytes, after: bytes) -> bytes:
+    digest = hashlib.sha256(before)
+    digest.update(_UNSEALED)
+    digest.update(after)
+    return digest.hexdigest().encode()

@@ -19,7 +19,7 @@ from posttrain_core import layout
 from posttrain_core.config import RunConfig, Section
 from posttrain_core.domains.protocol import Domain
 from posttrain_core.domains.registry import make_domain
-from posttrain_core.errors import ConfigError, RunConflict
+from posttrain_core.errors import ConfigError, ObjectNotFound, RunConflict
 from posttrain_core.layout import Scope
 from posttrain_core.lease import Lease
 from posttrain_core.manifest import (
@@ -29,9 +29,11 @@ from posttrain_core.manifest import (
     code_version,
     digest_of,
     environment,
+    fetch_folder,
     find_manifest,
     fingerprint,
 )
+from posttrain_core.schema import corrupt
 from posttrain_core.store.protocol import ObjectStore
 
 PROCESS = uuid.uuid4().hex[:12]  # names this process in telemetry
@@ -118,6 +120,10 @@ class Run:
             return find_manifest(self.store, layout.start_manifest(self.name, "publish"))
         return self.find(Scope(version - 1), "publish")
 
+    def policy_folder(self, policy: Manifest) -> Path:
+        """A local folder that holds a published policy's files, checked against their digests."""
+        return fetch_folder(self.store, policy.objects, policy.notes["prefix"], self.scratch / "policies")
+
     @contextmanager
     def timed(self, scope: Scope, stage: str, shard: int = 0, **facts: Any) -> Iterator[dict[str, Any]]:
         """Telemetry of one computation, written when the block ends and before its result is committed."""
@@ -175,6 +181,11 @@ def open_run(store: ObjectStore, config: RunConfig) -> None:
 def read_config(store: ObjectStore, run: str) -> RunConfig:
     """The configuration a run was started with; ConfigError when there is no such run."""
     key = layout.run_record(run)
-    if store.stat(key) is None:
-        raise ConfigError(f"no run {run!r} in {store.url} (looked for {key})")
-    return RunConfig.model_validate(json.loads(store.get(key))["config"])
+    try:
+        data = store.get(key)
+    except ObjectNotFound as error:
+        raise ConfigError(f"no run {run!r} in {store.url} (looked for {key})") from error
+    try:
+        return RunConfig.model_validate(json.loads(data)["config"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise corrupt(key, f"it holds no settings that this version can read ({error})") from error

@@ -14,8 +14,8 @@ from posttrain_core.manifest import (
 )
 from posttrain_core.records import Execution, ExecutionStatus, Outcome, PlanRow, Rollout
 from posttrain_core.sandbox.protocol import ProgramRequest, Sandbox
+from posttrain_core.schema import parse_problem
 from posttrain_core.stages.context import Run
-from posttrain_core.stages.plan import parse_problem
 
 
 def execute_shard(run: Run, scope: Scope, shard: int, rollouts: ObjectRef, sandbox: Sandbox) -> ObjectRef:

@@ -1,7 +1,5 @@
 """generate: a sampler turns plan rows into rollouts."""
 
-from pathlib import Path
-
 from posttrain_core import layout
 from posttrain_core.layout import Scope
 from posttrain_core.manifest import (
@@ -10,15 +8,14 @@ from posttrain_core.manifest import (
     code_version,
     commit_manifest,
     commit_table,
-    fetch_folder,
     find_manifest,
     find_table,
     read_table,
 )
 from posttrain_core.records import FinishReason, Message, Outcome, PlanRow, Rollout
 from posttrain_core.sampling.protocol import Completion, Sampler, SampleRequest
+from posttrain_core.schema import parse_problem
 from posttrain_core.stages.context import Run
-from posttrain_core.stages.plan import parse_problem
 
 
 def generate_shard(run: Run, scope: Scope, shard: int, sampler: Sampler) -> ObjectRef:
@@ -30,7 +27,7 @@ def generate_shard(run: Run, scope: Scope, shard: int, sampler: Sampler) -> Obje
     if found is not None:
         return found
     rows = read_table(run.store, plan, PlanRow)
-    sampler.load_policy(scope.iteration, policy_folder(run, policy))
+    sampler.load_policy(scope.iteration, run.policy_folder(policy))
     with run.timed(scope, "generate", shard) as telemetry:
         rollouts = make_rollouts(sampler, rows)
         telemetry["rollouts"] = len(rollouts)
@@ -47,12 +44,6 @@ def commit_generate(run: Run, scope: Scope, shards: list[ObjectRef]) -> Manifest
         return found
     manifest = Manifest("generate", scope.iteration, expected, tuple(shards), code_version=code_version())
     return commit_manifest(run.store, key, manifest, run.lease.check)
-
-
-def policy_folder(run: Run, policy: Manifest) -> Path:
-    """A local folder that holds the policy's files, checked against their digests."""
-    prefix = policy.notes["prefix"]
-    return fetch_folder(run.store, policy.objects, prefix, run.scratch / "policies")
 
 
 def make_rollouts(sampler: Sampler, rows: list[PlanRow]) -> list[Rollout]:

@@ -3,23 +3,17 @@
 A pure function of the run's seed and settings, and of the policy version it samples. Immutable once committed.
 """
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from itertools import accumulate, pairwise
 from random import Random
-from typing import Any
-
-import numpy as np
 
 from posttrain_core import layout
+from posttrain_core.domains.mixture import exact_counts, training_counts
 from posttrain_core.domains.protocol import Domain
 from posttrain_core.layout import Scope
 from posttrain_core.manifest import Manifest, code_version, commit_manifest, commit_table, find_manifest
-from posttrain_core.records import Message, PlanRow, Problem, Purpose, Split
+from posttrain_core.records import PlanRow, Problem, Purpose, Split
+from posttrain_core.schema import problem_json
 from posttrain_core.stages.context import Run
-
-_GOLDEN = (5**0.5 - 1) / 2
 
 
 def plan(run: Run, scope: Scope) -> Manifest:
@@ -97,24 +91,6 @@ def _problems(run: Run, scope: Scope) -> Iterator[Problem]:
             yield domain.problem(split, _index(run, domain, split, offset))
 
 
-def training_counts(weights: Sequence[float], total: int) -> list[int]:
-    """How many of the first `total` training problems belong to each domain.
-
-    Problem k belongs to the domain in whose share of [0, 1) the k-th point of the golden-ratio sequence falls, so
-    every stretch of problems holds about its share of every domain, and no count ever falls.
-    """
-    points = np.modf((np.arange(total) + 0.5) * _GOLDEN)[0]
-    bounds = np.cumsum(weights) / np.sum(weights)
-    owners = np.minimum(np.searchsorted(bounds, points, side="right"), len(weights) - 1)
-    return [int(count) for count in np.bincount(owners, minlength=len(weights))]
-
-
-def exact_counts(weights: Sequence[float], total: int) -> list[int]:
-    """`total` shared by weight, each share rounded up or down."""
-    bounds = [0, *(round(total * part / sum(weights)) for part in accumulate(weights))]
-    return [high - low for low, high in pairwise(bounds)]
-
-
 def _index(run: Run, domain: Domain, split: Split, offset: int) -> int:
     """Every problem once per pass over the split, each pass in an order of its own."""
     size = domain.num_problems(split)
@@ -122,14 +98,3 @@ def _index(run: Run, domain: Domain, split: Split, offset: int) -> int:
     order = list(range(size))
     Random(run.seed("order", domain.name, split, epoch)).shuffle(order)
     return order[place]
-
-
-def problem_json(problem: Problem) -> str:
-    return json.dumps(asdict(problem), sort_keys=True)
-
-
-def parse_problem(text: str) -> Problem:
-    """The inverse of `problem_json`."""
-    record: dict[str, Any] = json.loads(text)
-    prompt = tuple(Message(**message | {"images": tuple(message["images"])}) for message in record.pop("prompt"))
-    return Problem(prompt=prompt, split=Split(record.pop("split")), **record)

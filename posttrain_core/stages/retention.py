@@ -5,6 +5,7 @@ and the multiples of `keep_every`.
 """
 
 import json
+from collections.abc import Sequence
 
 from posttrain_core import layout
 from posttrain_core.layout import Scope
@@ -43,20 +44,21 @@ class Retention:
             self._kept[kind].append(number)
 
     def _remove(self, kind: str, number: int) -> None:
-        refs: list[ObjectRef]
-        if kind == "policies":
-            refs = list(self.run.policy(number).objects)
-        else:
-            refs = self.run.manifest(Scope(number), "update").named("/checkpoints/")
-        tombstone = json.dumps({"kind": kind, "number": number, "objects": [ref.key for ref in refs]}).encode()
+        keys = [ref.key for ref in self._objects(kind, number)]
+        tombstone = json.dumps({"kind": kind, "number": number, "objects": keys}).encode()
         self.run.lease.check()
         self.run.store.put_if_absent(layout.retired(self.run.name, kind, number), tombstone)
         self._bury(kind, number)
 
     def _bury(self, kind: str, number: int) -> None:
-        """Delete what a tombstone names."""
-        for key in json.loads(self.run.store.get(layout.retired(self.run.name, kind, number)))["objects"]:
-            self.run.store.delete(key)
+        """Delete what a tombstone names; its keys are read from the manifest, which carries a checksum."""
+        for ref in self._objects(kind, number):
+            self.run.store.delete(ref.key)
+
+    def _objects(self, kind: str, number: int) -> Sequence[ObjectRef]:
+        if kind == "policies":
+            return self.run.policy(number).objects
+        return self.run.manifest(Scope(number), "update").named("/checkpoints/")
 
 
 def _retired(run: Run, kind: str) -> set[int]:

@@ -11,7 +11,6 @@ from posttrain_core.learner.protocol import Learner
 from posttrain_core.manifest import Manifest, fetch_folder, read_table
 from posttrain_core.records import Sample
 from posttrain_core.stages.context import Run
-from posttrain_core.stages.generate import policy_folder
 
 
 class LearnerSession:
@@ -45,7 +44,7 @@ class LearnerSession:
         self._version = None
 
     def _load(self, version: int) -> int:
-        base = policy_folder(self.run, self.run.policy(0))
+        base = self.run.policy_folder(self.run.policy(0))
         for iteration in range(version - 1, -1, -1):
             update = self.run.manifest(Scope(iteration), "update")
             prefix = update.notes.get("checkpoint")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from posttrain_core import layout
+from posttrain_core.domains.mixture import exact_counts
 from posttrain_core.errors import ConfigError, LearnerFault
 from posttrain_core.layout import Scope
 from posttrain_core.learner.protocol import Demonstration
@@ -23,7 +24,6 @@ from posttrain_core.manifest import (
 )
 from posttrain_core.schema import DemonstrationRow
 from posttrain_core.stages.context import Run, new_attempt
-from posttrain_core.stages.plan import exact_counts
 from posttrain_core.stages.session import LearnerSession
 
 

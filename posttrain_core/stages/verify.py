@@ -16,11 +16,9 @@ from posttrain_core.manifest import (
     find_table,
     read_table,
 )
-from posttrain_core.records import Execution, ExecutionStatus, Outcome, PlanRow, Rollout, Verdict
+from posttrain_core.records import PASS_REWARD, Execution, ExecutionStatus, Outcome, PlanRow, Rollout, Verdict
+from posttrain_core.schema import parse_problem
 from posttrain_core.stages.context import Run
-from posttrain_core.stages.plan import parse_problem
-
-PASS_REWARD = 1.0
 
 
 def verify_shard(run: Run, scope: Scope, shard: int, rollouts: ObjectRef, executions: ObjectRef) -> ObjectRef:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from posttrain_core.errors import ObjectNotFound
-from posttrain_core.store.protocol import ObjectInfo, check_key
+from posttrain_core.store.protocol import ObjectInfo, check_key, check_prefix
 
 
 class MemoryStore:
@@ -24,7 +24,7 @@ class MemoryStore:
     def get_range(self, key: str, start: int, length: int) -> bytes:
         data = self.get(key)
         start = max(0, len(data) + start) if start < 0 else start
-        return data[start : start + length]
+        return data[start : start + max(0, length)]
 
     def put(self, key: str, data: bytes) -> None:
         self._objects[check_key(key)] = data
@@ -52,6 +52,7 @@ class MemoryStore:
         return None
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        check_prefix(prefix)
         for key, data in sorted(self._objects.items()):
             if key.startswith(prefix):
                 yield ObjectInfo(key, len(data), hashlib.sha256(data).hexdigest())

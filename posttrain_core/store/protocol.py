@@ -20,8 +20,9 @@ class ObjectInfo:
 class ObjectStore(Protocol):
     """Keys are relative, '/'-separated and never contain '..'.
 
-    Conditional writes decide races: exactly one writer of `put_if_absent` gets True. Every method raises StoreError
-    (ObjectNotFound, StoreFull) with the key and the cause, after transient faults were retried.
+    Conditional writes decide races: exactly one writer of `put_if_absent` gets True. (Where an answer was lost, two
+    writers of the very same bytes may both get it.) Every method raises StoreError (ObjectNotFound, StoreFull) with the
+    key and the cause, after transient faults were retried.
     """
 
     url: str
@@ -29,7 +30,7 @@ class ObjectStore(Protocol):
     def get(self, key: str) -> bytes: ...
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """`length` bytes from `start`; fewer at the end of the object. A negative start counts from the end."""
+        """`length` bytes from `start`; fewer at the end of the object, none past it. A negative start counts back."""
 
     def put(self, key: str, data: bytes) -> None:
         """Unconditional: only for keys that carry an attempt id or a nonce. Durable on return."""
@@ -53,7 +54,7 @@ class ObjectStore(Protocol):
         """A path at which the object, or the objects under a prefix, can be read in place; None when there is none."""
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key begins with `prefix`, by key."""
+        """Objects whose key begins with `prefix` ("" is all), by key; lazily. The etag may be empty here."""
 
     def stat(self, key: str) -> ObjectInfo | None: ...
 
@@ -67,3 +68,10 @@ def check_key(key: str) -> str:
     if not key or "\0" in key or any(part in ("", ".", "..") for part in parts):
         raise StoreError(f"not a store key: {key!r} (relative, no empty part, no '.' or '..')")
     return key
+
+
+def check_prefix(prefix: str) -> str:
+    """The prefix itself; StoreError for one that no key can begin with, but for "" which all keys do."""
+    if prefix:
+        check_key(prefix.removesuffix("/") if not prefix.endswith("//") else prefix)
+    return prefix
