@@ -5,6 +5,7 @@ The order is that of proof: what the kernel or we did to the execution comes bef
 
 import json
 import math
+import re
 import signal
 import struct
 
@@ -14,6 +15,7 @@ from posttrain_core.sandbox.plain import NotPlain, parse_plain
 from posttrain_core.sandbox.protocol import Limits, ProgramResult
 
 MAX_ERROR_CHARS = 200
+_ADDRESS = re.compile(r"(?<= at )0x[0-9a-f]+")
 
 
 class BadFrames(ValueError):
@@ -35,8 +37,13 @@ def classify(observed: Observed, num_cases: int, limits: Limits, isolation: str)
         status, reason = _resource_behind(observed, limits) or (status, reason)
     if status is ExecutionStatus.INFRA:
         returns = ()
-    stdout, stderr = (data.decode(errors="replace") for data in (observed.stdout, observed.stderr))
+    stdout, stderr = (_stable(data.decode(errors="replace")) for data in (observed.stdout, observed.stderr))
     return ProgramResult(status, returns, stdout, stderr, isolation, reason)
+
+
+def _stable(text: str) -> str:
+    """Text without object addresses, which differ from one execution of a program to the next."""
+    return _ADDRESS.sub("0x", text)
 
 
 def _status(observed: Observed, limits: Limits) -> tuple[ExecutionStatus, str]:
@@ -115,7 +122,7 @@ def _parse_frame(frame: bytes) -> CaseReturn:
     if not (case_id.isascii() and case_id.isdigit() and len(case_id) <= 6 and str(int(case_id)) == case_id):
         raise BadFrames("a case id is not a number")
     if not ok:
-        return CaseReturn(case_id, False, error=text.encode(errors="replace").decode()[:MAX_ERROR_CHARS])
+        return CaseReturn(case_id, False, error=_stable(text.encode(errors="replace").decode())[:MAX_ERROR_CHARS])
     try:
         parse_plain(text)
     except NotPlain as error:

@@ -197,9 +197,10 @@ def mount_workdir(disk_mib: int, owner: int) -> None:
 
 
 def mount_own_proc() -> None:
-    """A /proc of this pid namespace, read-only once this process is marked as the first to go when memory ends."""
+    """A /proc of this pid namespace and of nothing else; first this process is marked as the one to go when memory
+    ends, then it becomes read-only."""
     flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
-    mount("proc", "/proc", "proc", flags)
+    mount("proc", "/proc", "proc", flags, "subset=pid")
     Path("/proc/self/oom_score_adj").write_text("1000")
     mount("proc", "/proc", flags=flags | _MS_REMOUNT | _MS_BIND | _MS_RDONLY)
 

@@ -48,7 +48,12 @@ class ProgramRequest:
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """What was observed. One `CaseReturn` per case that reported; a missing case is a case that did not pass."""
+    """What was observed. One `CaseReturn` per case that reported; a missing case is a case that did not pass.
+
+    Values are plain (see plain.py): exactly None, bool, int, finite float, str, list, tuple (as an array) or dict with
+    str keys. OK means that every case returned one; when a case raised or returned something else, the status is
+    RUNTIME_ERROR and the other cases keep their returns. POLICY and INFRA results hold no returns.
+    """
 
     status: ExecutionStatus
     returns: tuple[CaseReturn, ...]

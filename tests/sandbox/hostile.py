@@ -216,7 +216,7 @@ def attack():
     ),
     "reads_host_files": _all_refused(
         *(f"os.stat({path!r})" for path in ("/etc", "/home", "/var", "/run", "/sys", "/mnt", "/bin/sh", "/usr/bin")),
-        "open('/proc/kcore', 'rb')",
+        *(f"os.stat('/proc/{name}')" for name in ("kcore", "sys", "keys", "kallsyms", "sysrq-trigger", "meminfo")),
         "open('/proc/1/environ').read()",
         "os.readlink('/proc/1/fd/0')",
         "os.readlink('/proc/1/cwd')",

@@ -114,6 +114,14 @@ def test_equal_requests_run_once_and_sets_are_ordered_alike(sandbox: ZygotePool)
     assert len(orders) == 1
 
 
+def test_addresses_do_not_make_results_differ(sandbox: ZygotePool) -> None:
+    source = "def f():\n    print(f)\n    raise ValueError(f)\n"
+    requests = [ProgramRequest(source + "#" * n, "f", ("[]",)) for n in range(4)]
+    results = sandbox.run_programs(requests, LIMITS)
+    assert {result.stdout for result in results} == {"<function f at 0x>\n"}
+    assert {result.reason for result in results} == {"case 0: ValueError: <function f at 0x>"}
+
+
 def test_many_threads_share_one_sandbox(sandbox: ZygotePool) -> None:
     def work(thread: int) -> list[str]:
         requests = [ProgramRequest(f"x + {100 * thread + n}", "", ("[0]",)) for n in range(5)]
