@@ -1,0 +1,118 @@
+"""One rollout as text: what it was asked, what it answered, what the sandbox saw, what the verifier decided."""
+
+import json
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+import pyarrow.dataset as ds
+
+from posttrain_core.errors import ConfigError
+from posttrain_core.inspect.catalogue import Run
+from posttrain_core.inspect.tables import read
+from posttrain_core.inspect.text import quoted, section, visible
+from posttrain_core.records import CaseReturn, Execution, PlanRow, Rollout, Sample, Verdict
+from posttrain_core.schema import TABLES, from_table, parse_problem
+
+R = TypeVar("R")
+
+_PARTS = re.compile(r"[ie](\d{5,})\.")
+
+
+def show(run: Run, rollout_id: str, tokens: bool = True) -> str:
+    """Everything the run holds about a rollout. Parts whose stage is not committed yet are said to be missing."""
+    rollout = find(run, rollout_id, Rollout)
+    if rollout is None:
+        raise ConfigError(_unknown(run, rollout_id))
+    lines = section(f"rollout {rollout_id}", _head(run, rollout, find(run, rollout_id, PlanRow)))
+    for message in rollout.messages:
+        lines += section(f"[{visible(message.role)}]", _message(message.content, message.tool_calls))
+    lines += section("execution", _execution(find(run, rollout_id, Execution)))
+    lines += section("verdict", _verdict(find(run, rollout_id, Verdict)))
+    lines += section("learned from", _sample(find(run, rollout_id, Sample)))
+    if tokens:
+        lines += section("response tokens", _tokens(rollout))
+    return "\n".join(lines).rstrip("\n")
+
+
+def find(run: Run, rollout_id: str, record: type[R]) -> R | None:
+    """The row of a rollout in the table of `record`, in whichever iteration or evaluation it is."""
+    name = next(name for name, kind in TABLES.items() if kind is record)
+    where = ds.field("rollout_id") == rollout_id
+    if match := _PARTS.match(rollout_id):  # the id says where: no other object needs to be opened
+        where &= ds.field("iteration") == int(match[1])
+    rows = from_table(record, read(run, name, where=where))
+    return rows[0] if rows else None
+
+
+def _head(run: Run, rollout: Rollout, plan: PlanRow | None) -> Iterator[str]:
+    yield f"  run {run.name}, {rollout.purpose}, domain {rollout.domain}, policy version {rollout.policy_version}"
+    yield f"  problem {rollout.problem_id}, group {rollout.group_id}"
+    yield f"  sample {rollout.sample_index}, seed {rollout.seed}"
+    budget = f" of at most {plan.max_new_tokens}, temperature {plan.temperature}" if plan else ""
+    yield f"  {rollout.num_prompt_tokens} prompt tokens, {rollout.num_response_tokens} response tokens{budget}"
+    reason = f" ({visible(rollout.reason)})" if rollout.reason else ""
+    yield f"  finished by {rollout.finish_reason}, {rollout.outcome}{reason}"
+    if plan is not None:
+        problem = parse_problem(plan.problem)
+        for label, value in (("sandbox sees", problem.payload), ("expected", problem.hidden)):
+            if value:
+                yield f"  {label}: {visible(json.dumps(dict(value), ensure_ascii=False))}"
+
+
+def _message(content: str, tool_calls: str) -> Iterator[str]:
+    yield from quoted(content)
+    for call in json.loads(tool_calls) if tool_calls else ():
+        yield f"  tool call: {visible(json.dumps(call, ensure_ascii=False))}"
+
+
+def _execution(execution: Execution | None) -> Iterator[str]:
+    if execution is None:
+        yield "  not committed yet"
+        return
+    reason = f" ({visible(execution.reason)})" if execution.reason else ""
+    yield f"  {execution.status}{reason}, isolation: {visible(execution.isolation)}"
+    yield from (_case(case) for case in execution.returns)
+    for name, text in (("stdout", execution.stdout), ("stderr", execution.stderr)):
+        if text:
+            yield f"  {name}"
+            yield from quoted(text.removesuffix("\n"))
+
+
+def _case(case: CaseReturn) -> str:
+    found = f"returned {visible(case.value)}" if case.ok else f"failed: {visible(case.error)}"
+    return f"  case {visible(case.case_id)} {found}"
+
+
+def _verdict(verdict: Verdict | None) -> Iterator[str]:
+    if verdict is None:
+        yield "  not committed yet"
+        return
+    flags = f", flags: {', '.join(map(visible, verdict.flags))}" if verdict.flags else ""
+    yield f"  {verdict.outcome}, reward {verdict.reward:g}{flags}"
+    yield from (f"  breakdown {visible(name)}: {value:g}" for name, value in verdict.breakdown.items())
+    evidence: dict[str, Any] = json.loads(verdict.evidence)
+    yield from (f"  evidence {visible(name)}: {_json(value)}" for name, value in evidence.items() if value != "")
+
+
+def _sample(sample: Sample | None) -> Iterator[str]:
+    yield "  no" if sample is None else f"  yes, reward {sample.reward:g}, advantage {sample.advantage:+.4f}"
+
+
+def _tokens(rollout: Rollout) -> Iterator[str]:
+    yield "  place      id   log-prob  learned from"
+    rows = zip(rollout.response_ids, rollout.sampler_logprobs, rollout.loss_mask, strict=True)
+    for place, (token, logprob, mask) in enumerate(rows):
+        yield f"  {place:5d} {token:7d} {logprob:10.4f}  {'yes' if mask else 'no'}"
+
+
+def _json(value: Any) -> str:
+    return visible(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def _unknown(run: Run, rollout_id: str) -> str:
+    ids = read(run, "rollouts", ["rollout_id"])["rollout_id"].to_pylist()
+    nearest = get_close_matches(rollout_id, ids, n=3, cutoff=0.5)
+    hint = f"; the nearest are {', '.join(nearest)}" if nearest else ""
+    return f"run {run.name!r} has no rollout {rollout_id!r} ({len(ids)} rollouts are committed){hint}"
