@@ -8,6 +8,7 @@ Source: the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memor
 import itertools
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from posttrain_core.sandbox.protocol import Limits
 
 OWN_PROCESSES = 2  # zygote and init
 OWN_MEMORY_MIB = 48  # what those hold, and what the kernel holds for dying namespaces
+ABANDONED_SECONDS = 120
+_PREFIX = "posttrain-"
 _numbers = itertools.count()
 
 
@@ -66,17 +69,27 @@ def remove_folders(folders: list[Path]) -> None:
                 break
 
 
+def remove_abandoned(parent: Path) -> None:
+    """Remove slots whose makers were killed before they could: those that are empty long after they were made."""
+    for folder in parent.glob(_PREFIX + "*"):
+        with suppress(OSError):  # in use, or not ours to remove
+            if time.time() - folder.stat().st_mtime > ABANDONED_SECONDS:
+                folder.rmdir()
+
+
 def make_cgroup() -> Cgroup | None:
     """A new slot, or None where cgroups cannot be used."""
-    name = f"posttrain-{os.getpid()}-{next(_numbers)}"
+    name = f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
     for version, memory, pids in _parents():
         cgroup = Cgroup(version, memory / name, pids / name)
+        for folder in cgroup.folders:
+            remove_abandoned(folder.parent)
         try:
             for folder in cgroup.folders:
                 folder.mkdir()
             cgroup.limit(Limits())
             cgroup.events()
-            if version == 2:
+            if (cgroup.memory / "memory.swap.max").exists():
                 (cgroup.memory / "memory.swap.max").write_text("0")
             return cgroup
         except (OSError, ValueError):

@@ -125,6 +125,9 @@ class Zygote:
         if "error" in message:
             self.close()
             raise SandboxUnavailable(message["error"])
+        if self._cgroup and not message["cgroup"]:
+            self._cgroup.remove()
+            self._cgroup = None
         return message
 
     @property

@@ -93,12 +93,16 @@ def _guard(zygote: int, host: int, settings: Settings) -> NoReturn:
 
 
 def _zygote(control: socket.socket, host: int, settings: Settings, base: int, guard: int) -> NoReturn:
+    joined = _join(settings.cgroup_procs)
     try:
         prepared = _prepare(settings, base, guard)
     except OSError as error:
         _fail(control, error)
         os._exit(1)
-    _send(control, {"ready": True, "proc": prepared.has_proc, "seccomp": bool(prepared.filter)})
+    _send(
+        control,
+        {"ready": True, "proc": prepared.has_proc, "seccomp": bool(prepared.filter), "cgroup": joined},
+    )
     gc.collect()
     gc.freeze()
     poll = select.poll()
@@ -113,10 +117,18 @@ def _zygote(control: socket.socket, host: int, settings: Settings, base: int, gu
         _execute(control, host, json.loads(data), Descriptors(*fds), prepared)
 
 
+def _join(cgroup_procs: list[str]) -> bool:
+    """Enter the cgroup made for this zygote. Who may make one may still not be allowed to move into it."""
+    try:
+        for path in cgroup_procs:
+            Path(path).write_text("0")
+    except OSError:
+        return False
+    return bool(cgroup_procs)
+
+
 def _prepare(settings: Settings, base: int, guard: int) -> Prepared:
     namespaces.die_with_parent(signal.SIGKILL)
-    for path in settings.cgroup_procs:
-        Path(path).write_text("0")
     if settings.mode == "unisolated":
         namespaces.adopt_orphans()  # the attribute is not inherited from the guard
         return Prepared("unisolated", True, b"", 0, base)
