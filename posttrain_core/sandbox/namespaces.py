@@ -31,7 +31,7 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _ARM = platform.machine() == "aarch64"
 _SYS_CLOSE_RANGE = 436
 _SYS_PIVOT_ROOT, _SYS_CAPSET, _SYS_MOUNT_SETATTR = (41, 91, 442) if _ARM else (155, 126, 442)
-_MAX_OUTER_ID = 0x70000000
+_FIRST_SPARE_USER, _NOBODY = 0x70000000, 65534
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -234,15 +234,19 @@ def drop_privileges(switch_to: int) -> None:
 
 
 def spare_user(pid: int) -> int:
-    """A uid that nobody else on the machine uses, or the conventional nobody where this one is not mapped."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setresuid(_MAX_OUTER_ID + pid, -1, -1)
-        except OSError:
-            os._exit(1)
-        os._exit(0)
-    return _MAX_OUTER_ID + pid if os.waitpid(child, 0)[1] == 0 else 65534
+    """A uid that nobody else on the machine uses, or the conventional nobody. Raises OSError where neither is mapped
+    in this user namespace."""
+    for user in (_FIRST_SPARE_USER + pid, _NOBODY):
+        child = os.fork()
+        if child == 0:
+            try:
+                drop_privileges(user)
+            except OSError:
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] == 0:
+            return user
+    raise OSError("this user namespace has no second user to switch to")
 
 
 def address_space_bytes() -> int:

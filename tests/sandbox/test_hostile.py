@@ -14,7 +14,7 @@ from posttrain_core.sandbox.embedded import ZygotePool
 from tests.sandbox.hostile import CASES
 
 LIMITS = Limits(wall_seconds=5.0, cpu_seconds=3.0, memory_mib=128, disk_mib=4)
-SHORT = replace(LIMITS, wall_seconds=0.8, cpu_seconds=1.0)  # for what must run into them
+SHORT = replace(LIMITS, wall_seconds=0.5, cpu_seconds=1.0)  # for what must run into them
 
 
 def descendants() -> set[int]:
