@@ -110,6 +110,8 @@ class LocalStore:
 
     def _walk(self, folder: Path, prefix: str, start: str) -> Iterator[ObjectInfo]:
         """By key: a folder sorts as its name with the '/' that its keys have there."""
+        if prefix.startswith(f"{_PRIVATE}/"):
+            return
         try:
             with os.scandir(folder) as entries:
                 found = {entry.name + "/" * entry.is_dir(): entry for entry in entries if entry.name.startswith(start)}
@@ -117,8 +119,7 @@ class LocalStore:
             return
         for name in sorted(found):
             if name.endswith("/"):
-                if prefix + name != f"{_PRIVATE}/":
-                    yield from self._walk(folder / name, prefix + name, "")
+                yield from self._walk(folder / name, prefix + name, "")
                 continue
             with suppress(FileNotFoundError):  # deleted meanwhile
                 yield ObjectInfo(prefix + name, found[name].stat().st_size, "")

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from posttrain_core.errors import ObjectNotFound
+from posttrain_core.errors import ObjectNotFound, StoreError
 from posttrain_core.store.protocol import ObjectInfo, check_key, check_prefix
 
 
@@ -32,7 +32,10 @@ class MemoryStore:
     put_volatile = put
 
     def put_file(self, key: str, path: Path) -> None:
-        self.put(key, path.read_bytes())
+        try:
+            self.put(key, path.read_bytes())
+        except OSError as error:
+            raise StoreError(f"cannot write {key!r} in store {self.url}: {error}") from error
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         return self.put_if_match(key, data, None) is not None

@@ -5,6 +5,7 @@ conditional write is a single PUT: some servers ignore the condition on multipar
 An unknown answer to one (500, time-out) is settled by reading the key.
 """
 
+import errno
 import io
 import time
 from collections.abc import Callable, Iterator
@@ -16,28 +17,30 @@ from urllib.parse import urlparse
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, ParamValidationError
 
 from posttrain_core.errors import ConfigError, ObjectNotFound, StoreError, StoreFull
-from posttrain_core.store.protocol import ObjectInfo, check_key
+from posttrain_core.store.protocol import ObjectInfo, check_key, check_prefix
 
 T = TypeVar("T")
 
 _ABSENT = {"NoSuchKey", "404", "NotFound"}
 _LOST = {"PreconditionFailed", "412"}
-_FINAL = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "NoSuchBucket", "403"}
+_TRANSIENT = {"RequestTimeout", "RequestTimeTooSkewed"}  # 4xx that a second try may cure; so are 408, 409 and 429
 _FULL = {"QuotaExceeded", "InsufficientStorage", "507"}
 _ATTEMPTS = 6
 
 
 class S3Store:
-    """One bucket and prefix. Safe for several threads."""
+    """One bucket and prefix. Safe for several threads. `sleep` is called between attempts."""
 
-    def __init__(self, client: Any, bucket: str, prefix: str = "") -> None:
+    def __init__(
+        self, client: Any, bucket: str, prefix: str = "", sleep: Callable[[float], object] = time.sleep
+    ) -> None:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._client, self._bucket = client, bucket
         self._prefix = f"{prefix}/" if prefix else ""
-        self._random = Random()
+        self._random, self._sleep = Random(), sleep
 
     @classmethod
     def from_url(cls, url: str) -> "S3Store":
@@ -62,11 +65,11 @@ class S3Store:
         return self._try("get", key, lambda: self._read(Key=self._key(key)))
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        if length <= 0:
-            return b""
         if start < 0:
             size = self._size(key)
             start, length = max(0, size + start), min(length, size)
+        if length <= 0:
+            return b""
         span = f"bytes={start}-{start + length - 1}"
         try:
             return self._try("get", key, lambda: self._read(Key=self._key(key), Range=span))
@@ -81,7 +84,7 @@ class S3Store:
     put_volatile = put
 
     def put_file(self, key: str, path: Path) -> None:
-        self._try("put", key, lambda: self._client.upload_file(str(path), self._bucket, self._key(key)))
+        self._try("put", key, lambda: self._upload(key, path))
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         return self._conditional(key, data, {"IfNoneMatch": "*"}) is not None
@@ -97,6 +100,7 @@ class S3Store:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         token: str | None = None
+        check_prefix(prefix)
         while True:
             page = self._try("list", prefix, partial(self._page, prefix, token))
             for item in page.get("Contents", ()):
@@ -137,6 +141,10 @@ class S3Store:
         answer = self._client.put_object(Bucket=self._bucket, Key=self._key(key), Body=io.BytesIO(data), **condition)
         return str(answer["ETag"]).strip('"')
 
+    def _upload(self, key: str, path: Path) -> None:
+        with path.open("rb") as file:
+            self._client.upload_fileobj(file, self._bucket, self._key(key))
+
     def _conditional(self, key: str, data: bytes, condition: dict[str, str]) -> str | None:
         """The new etag, or None when the condition did not hold.
 
@@ -144,15 +152,16 @@ class S3Store:
         mean that it was; the state of before means that it was not, and it is tried again; anything else has won.
         """
         cause: Exception | None = None
+        lost = _LOST | _ABSENT if "IfMatch" in condition else _LOST
         for attempt in range(_ATTEMPTS):
             try:
                 return self._write(key, data, **condition)
-            except (ClientError, BotoCoreError) as error:
+            except (ClientError, BotoCoreError, OSError) as error:
                 cause = error
-            if _code(cause) in _FINAL | _FULL or isinstance(cause, NoCredentialsError):
-                break
-            if _code(cause) in _LOST and attempt == 0:
+            if attempt == 0 and _code(cause) in lost:
                 return None
+            if _final(cause) and _code(cause) not in lost:
+                break
             self._pause(attempt)
             found = self.stat(key)
             if found is not None and self.get(key) == data:
@@ -168,22 +177,20 @@ class S3Store:
                 return call()
             except (ClientError, BotoCoreError, OSError) as error:
                 cause = error
-                code = _code(error)
-                if code in _ABSENT:
-                    raise ObjectNotFound(f"no object {key!r} in store {self.url}") from error
-                if code in _FINAL | _FULL or code.startswith("4") or isinstance(error, NoCredentialsError):
-                    break
-                if code in ("InvalidRange",):
-                    break
-                self._pause(attempt)
+            if _code(cause) in _ABSENT:
+                raise ObjectNotFound(f"no object {key!r} in store {self.url}") from cause
+            if _final(cause):
+                break
+            self._pause(attempt)
         raise self._failure(operation, key, cause)
 
     def _pause(self, attempt: int) -> None:
         if attempt < _ATTEMPTS - 1:
-            time.sleep(self._random.uniform(0.5, 1.0) * min(8.0, 0.2 * 2**attempt))
+            self._sleep(self._random.uniform(0.5, 1.0) * min(8.0, 0.2 * 2**attempt))
 
     def _failure(self, operation: str, key: str, cause: Exception | None) -> StoreError:
-        kind = StoreFull if _code(cause) in _FULL else StoreError
+        full = _code(cause) in _FULL or (isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT))
+        kind = StoreFull if full else StoreError
         error = kind(f"cannot {operation} {key!r} in store {self.url}: {cause}")
         error.__cause__ = cause
         return error
@@ -191,3 +198,14 @@ class S3Store:
 
 def _code(error: BaseException | None) -> str:
     return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else ""
+
+
+def _final(error: Exception) -> bool:
+    """Whether trying again cannot help: the server refused, no credentials, or a fault of this machine's files."""
+    if isinstance(error, ClientError):
+        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        refused = 400 <= status < 500 and status not in (408, 409, 429)
+        return (refused and _code(error) not in _TRANSIENT) or _code(error) in _FULL
+    if isinstance(error, BotoCoreError):  # some of them are an OSError too
+        return isinstance(error, NoCredentialsError | ParamValidationError)
+    return not isinstance(error, ConnectionError | TimeoutError)

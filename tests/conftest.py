@@ -1,0 +1,55 @@
+"""An S3 server on this machine with made-up credentials, for the tests that ask for one."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+BUCKET = "bucket"
+_prefixes = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def s3_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The variables that point the standard AWS chain at a running server and at nothing else."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    nowhere = tmp_path_factory.mktemp("aws") / "none"
+    yield {
+        "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test-access",
+        "AWS_SECRET_ACCESS_KEY": "test-secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": str(nowhere),
+        "AWS_SHARED_CREDENTIALS_FILE": str(nowhere),
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def s3_client(s3_environment: dict[str, str]) -> Iterator[Any]:
+    """A client of that server, and the bucket made."""
+    import boto3
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_environment.items():
+            patch.setenv(name, value)
+        client = boto3.session.Session().client("s3")
+        client.create_bucket(Bucket=BUCKET)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def s3_url(s3_client: Any, s3_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """A prefix of its own, with the environment set for it."""
+    for name, value in s3_environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
+    return f"s3://{BUCKET}/prefix{next(_prefixes)}"
