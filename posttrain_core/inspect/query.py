@@ -9,6 +9,7 @@
 The first five have the columns `iteration` (of an evaluation: the policy version) and `purpose`.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
@@ -30,6 +31,7 @@ _LOCKED: dict[str, Any] = {
     "autoload_known_extensions": False,
     "lock_configuration": True,
 }
+_WORD = re.compile(r"\w+")
 _ROLLOUTS = "rollout_rows"  # the table as generate wrote it, below the view `rollouts`
 _VIEW = f"""
 create view rollouts as
@@ -42,7 +44,7 @@ from {_ROLLOUTS} r left join verdicts v using (rollout_id) left join executions 
 def sql(run: Run, query: str, parameters: Sequence[Any] = ()) -> pa.Table:
     """The answer to a query; only what it names is loaded. ConfigError with DuckDB's message when it is wrong."""
     with _errors(run), closing(duckdb.connect(config=_LOCKED)) as connection:
-        _load(connection, run, {name.lower() for name in connection.get_table_names(query)})
+        _load(connection, run, set(_WORD.findall(query.lower())))
         answer = connection.sql(query, params=list(parameters))
         return pa.table({}) if answer is None else answer.to_arrow_table()
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
+import pyarrow as pa
 import pyarrow.dataset as ds
 
 from posttrain_core.errors import ConfigError
 from posttrain_core.inspect.catalogue import Run
-from posttrain_core.inspect.tables import read
+from posttrain_core.inspect.tables import STAGE_OF_TABLE, read
 from posttrain_core.inspect.text import quoted, section, visible
 from posttrain_core.records import CaseReturn, Execution, PlanRow, Rollout, Sample, Verdict
 from posttrain_core.schema import TABLES, from_table, parse_problem
@@ -36,14 +37,26 @@ def show(run: Run, rollout_id: str, tokens: bool = True) -> str:
     return "\n".join(lines).rstrip("\n")
 
 
+def rollout_record(run: Run, rollout_id: str) -> dict[str, Any]:
+    """The same as JSON: the row of each table, or null where its stage is not committed."""
+    found = {name: _rows(run, rollout_id, name).to_pylist(maps_as_pydicts="strict") for name in STAGE_OF_TABLE}
+    if not found["rollouts"]:
+        raise ConfigError(_unknown(run, rollout_id))
+    return {name: rows[0] if rows else None for name, rows in found.items()}
+
+
 def find(run: Run, rollout_id: str, record: type[R]) -> R | None:
     """The row of a rollout in the table of `record`, in whichever iteration or evaluation it is."""
     name = next(name for name, kind in TABLES.items() if kind is record)
+    rows = from_table(record, _rows(run, rollout_id, name))
+    return rows[0] if rows else None
+
+
+def _rows(run: Run, rollout_id: str, name: str) -> pa.Table:
     where = ds.field("rollout_id") == rollout_id
     if match := _PARTS.match(rollout_id):  # the id says where: no other object needs to be opened
         where &= ds.field("iteration") == int(match[1])
-    rows = from_table(record, read(run, name, where=where))
-    return rows[0] if rows else None
+    return read(run, name, where=where)
 
 
 def _head(run: Run, rollout: Rollout, plan: PlanRow | None) -> Iterator[str]:

@@ -1,0 +1,35 @@
+"""`posttrain`: the commands by name, and what becomes of errors.
+
+Exit codes: 0, 1 (unexpected), 2 (wrong settings or arguments), 130 (interrupted), and those in `posttrain_core.errors`.
+"""
+
+import sys
+
+import typer
+
+from flows.cli.doctor import doctor
+from flows.cli.looking import report, rollouts, show, sql, status
+from flows.cli.run import resume, run
+from flows.cli.template import init
+from posttrain_core.errors import PosttrainError
+
+app = typer.Typer(
+    help="Reinforcement-learning post-training as a staged, checkpointed, retryable batch pipeline.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+for command in (init, run, resume, status, report, show, rollouts, sql, doctor):
+    app.command()(command)
+
+
+def main() -> None:
+    """Errors that have a name are one message and an exit code; the others keep their traceback."""
+    try:
+        app()
+    except PosttrainError as error:
+        typer.echo(f"posttrain: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
