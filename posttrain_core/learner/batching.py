@@ -20,7 +20,7 @@ MICRO_BATCH_OVERHEAD = 64
 
 @dataclass(frozen=True)
 class Row:
-    """Samples with the same prompt. `num_tokens` counts the prompt once and no sample's last token: it predicts nothing."""
+    """Samples with the same prompt. `num_tokens` counts it once, and no sample's last token, which predicts nothing."""
 
     samples: tuple[int, ...]
     num_tokens: int

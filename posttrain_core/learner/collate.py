@@ -29,6 +29,7 @@ class Batch:
     input_ids: Ints  # B x L
     position_ids: Ints  # B x L
     visible: NDArray[np.bool_] | None  # B x L x L
+    index: Ints  # M: where the token is among the samples' tokens
     row: Ints  # M
     column: Ints  # M: the position that predicts the token
     target: Ints  # M
@@ -74,6 +75,7 @@ def collate(samples: SampleArrays, rows: Sequence[Row], weights: Floats) -> Batc
         input_ids=input_ids,
         position_ids=position_ids,
         visible=_visible(segment) if any(len(row.samples) > 1 for row in rows) else None,
+        index=index,
         row=np.concatenate([row for row, _, _ in tokens]),
         column=np.concatenate([column for _, column, _ in tokens]),
         target=samples.tokens[index],

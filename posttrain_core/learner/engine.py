@@ -1,12 +1,11 @@
 """`Engine`: one rank's share of the policy, its optimizer and its reference, on DeepSpeed ZeRO.
 
-Imports torch, transformers and deepspeed: only the rank processes do so (`worker`).
+Imports torch and deepspeed: only the rank processes do so (`worker`).
 """
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +14,23 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain_core.config import DeepSpeedLearnerConfig
 from posttrain_core.errors import LearnerFault
 from posttrain_core.learner.collate import Batch
-from posttrain_core.learner.losses import log_distribution
+from posttrain_core.learner.model import Rank, forward, longest_shared_row
 
 TAG = "state"
 POSITION_FILE = "position.json"
-# Attention over a row is quadratic in its length: beyond this, repeating a prompt is cheaper than sharing it.
-LONGEST_SHARED_ROW = 512
-
-
-@dataclass(frozen=True)
-class Rank:
-    number: int
-    world_size: int
-    device: torch.device
 
 
 class Engine:
-    """Built by `from_folder`; `num_steps` counts the optimizer's steps since its state was fresh."""
+    """`num_steps` counts the optimizer's steps since its state was fresh."""
 
     def __init__(self, model: Any, config: DeepSpeedLearnerConfig, dtype: str, rank: Rank) -> None:
         self.rank, self._config, self._dtype = rank, config, dtype
         self.num_steps = 0
-        self._longest_shared_row = LONGEST_SHARED_ROW if _shares_prompts(model.config) else 0
+        self.longest_shared_row = longest_shared_row(model.config)
         model.train()
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
@@ -59,12 +48,7 @@ class Engine:
             model=model, optimizer=optimizer, config=_deepspeed_config(config, dtype), dist_init_required=False
         )[0]
 
-    @property
-    def longest_shared_row(self) -> int:
-        return self._longest_shared_row
-
     def forward(self, batch: Batch) -> Tensor:
-        """Log-probabilities of all words at the batch's learned tokens (M x V)."""
         return forward(self._engine, batch, self.rank.device)
 
     def backward(self, loss: Tensor) -> None:
@@ -131,39 +115,6 @@ class Engine:
         return {"num_ranks": self.rank.world_size, "zero_stage": self._config.zero_stage}
 
 
-def forward(model: Any, batch: Batch, device: torch.device) -> Tensor:
-    """As `Engine.forward`, for any causal LM: logits are made only from the first column that predicts something."""
-    arguments: dict[str, Tensor] = {"input_ids": torch.from_numpy(batch.input_ids).to(device)}
-    if batch.visible is not None:
-        arguments["attention_mask"] = torch.from_numpy(batch.visible).unsqueeze(1).to(device)
-        arguments["position_ids"] = torch.from_numpy(batch.position_ids).to(device)
-    num_columns = batch.input_ids.shape[1] - batch.first_column
-    logits = model(**arguments, use_cache=False, logits_to_keep=num_columns).logits
-    row, column = (torch.from_numpy(index).to(device) for index in (batch.row, batch.column - batch.first_column))
-    temperature = torch.from_numpy(batch.temperature).float().to(device)
-    return log_distribution(logits[row, column], temperature)
-
-
-def reference_forward(folder: Path, dtype: str, device: torch.device) -> Callable[[Batch], Tensor]:
-    """The frozen policy in `folder`; every rank holds all of it."""
-    model = load_model(folder, dtype, device).eval().requires_grad_(False)
-    return lambda batch: forward(model, batch, device)
-
-
-def load_model(folder: Path, dtype: str, device: torch.device) -> Any:
-    """The causal LM in `folder`, dropout off (a ratio of two passes must not depend on a coin)."""
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        for name in [name for name in config.to_dict() if name.endswith(("dropout", "pdrop"))]:
-            setattr(config, name, 0.0)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
-        )
-    except (OSError, ValueError) as error:
-        raise LearnerFault(f"cannot load a causal LM from {folder}: {error}") from error
-    return model.to(device)
-
-
 def read_position(folder: Path) -> Mapping[str, Any]:
     try:
         position: Mapping[str, Any] = json.loads((folder / POSITION_FILE).read_text())
@@ -177,26 +128,18 @@ def init_distributed(rendezvous: Path, threads: int) -> Rank:
     number, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # for debugging; it fills ZeRO's buckets every step
+    # A debugging aid that would fill ZeRO's buckets at every step.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", number) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=f"file://{rendezvous}", rank=number, world_size=world_size
-    )
+    store = dist.FileStore(str(rendezvous), world_size)  # type: ignore[attr-defined]
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=number, world_size=world_size)
     # Otherwise DeepSpeed compiles this extension with the local C++ compiler, for a minute, where there is one.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     return Rank(number, world_size, device)
-
-
-def _shares_prompts(config: Any) -> bool:
-    """Whether a mask over a row's tokens says all about what a token sees: full attention in every layer."""
-    layers = getattr(config, "layer_types", None)
-    full = layers is None or set(layers) == {"full_attention"}
-    attends = getattr(config, "num_attention_heads", None) is not None
-    return full and attends and getattr(config, "sliding_window", None) is None
 
 
 def _clips_itself(config: DeepSpeedLearnerConfig, dtype: str) -> bool:

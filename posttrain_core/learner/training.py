@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,12 +15,27 @@ from posttrain_core.config import AdvantageConfig, DeepSpeedLearnerConfig, Impor
 from posttrain_core.learner import losses
 from posttrain_core.learner.batching import Row, Step, padding_share, plan_steps, token_weights
 from posttrain_core.learner.collate import Batch, collate
-from posttrain_core.learner.engine import Engine, Rank
+from posttrain_core.learner.model import Rank
 from posttrain_core.learner.presets import Algorithm
 from posttrain_core.learner.samples import SampleArrays, from_demonstrations
 
 Forward = Callable[[Batch], Tensor]
 Progress = Callable[[int, int], None]  # steps done, steps in all
+
+
+class Engine(Protocol):
+    """What takes the steps. `backward` sums over calls and ranks, `step` returns the gradient norm before clipping."""
+
+    rank: Rank
+    num_steps: int
+    longest_shared_row: int
+
+    def forward(self, batch: Batch) -> Tensor: ...
+
+    def backward(self, loss: Tensor) -> None: ...
+
+    def step(self, learning_rate: float, weight_decay: float) -> float: ...
+
 
 SUPERVISED = Algorithm(
     advantage=AdvantageConfig(),
@@ -34,15 +49,6 @@ SUPERVISED = Algorithm(
     entropy_coefficient=0.0,
     overlong_buffer=0,
 )
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A micro-batch with what is fixed before the first step (None: the step's own log-probabilities; no KL)."""
-
-    batch: Batch | None
-    prox: Tensor | None
-    reference: Tensor | None
 
 
 def reinforce(
@@ -66,16 +72,15 @@ def reinforce(
         seed,
     )
     constant = algorithm.normalizer_constant or max_new_tokens
-    collated = [_collated(engine.rank, samples, step, algorithm, constant) for step in steps]
     # With a single step the proximal policy is the one that the step itself starts from: no pass of its own.
-    proximal = engine.forward if len(steps) > 1 else None
-    prepared = [[_prepare(batch, proximal, reference) for batch in step] for step in collated]
+    prox = _recomputed(engine, engine.forward, samples, config) if len(steps) > 1 else None
+    reference_logprobs = _recomputed(engine, reference, samples, config) if reference else None
     totals = Totals(engine.rank)
     grad_norms = []
-    for number, micro_batches in enumerate(prepared, start=1):
+    for number, step in enumerate(steps, start=1):
+        for batch in _collated(engine.rank, samples, step, algorithm, constant):
+            _accumulate(engine, batch, prox, reference_logprobs, algorithm, totals)
         learning_rate = config.learning_rate * min(1.0, (engine.num_steps + 1) / max(1, config.warmup_steps))
-        for micro_batch in micro_batches:
-            _accumulate(engine, micro_batch, algorithm, totals)
         grad_norms.append(engine.step(learning_rate, config.weight_decay))
         progress(number, len(steps))
     return {
@@ -109,7 +114,7 @@ def imitate(
     for number, step in enumerate(steps):
         totals = Totals(engine.rank)
         for batch in _collated(engine.rank, samples, step, SUPERVISED, 1):
-            _accumulate(engine, Prepared(batch, None, None), SUPERVISED, totals)
+            _accumulate(engine, batch, None, None, SUPERVISED, totals)
         learning_rate = _warmup_cosine(number, len(steps), sft)
         engine.step(learning_rate, sft.weight_decay)
         losses_by_step.append(totals.metrics(1)["loss"])
@@ -182,30 +187,42 @@ def _collated(rank: Rank, samples: SampleArrays, step: Step, algorithm: Algorith
 
 
 @torch.no_grad()
-def _prepare(batch: Batch | None, proximal: Forward | None, reference: Forward | None) -> Prepared:
-    return Prepared(batch, _logprobs(batch, proximal), _logprobs(batch, reference))
+def _recomputed(engine: Engine, forward: Forward, samples: SampleArrays, config: DeepSpeedLearnerConfig) -> Tensor:
+    """Log-probabilities of all learned tokens before the first step, by their place among the samples' tokens."""
+    (step,) = plan_steps(
+        samples, 1, 1, engine.rank.world_size, config.tokens_per_micro_batch, engine.longest_shared_row, seed=0
+    )
+    values = torch.zeros(len(samples.tokens), device=engine.rank.device)
+    for batch in _collated(engine.rank, samples, step, SUPERVISED, 1):
+        # A rank without a batch still takes part in the pass (ZeRO 3 gathers weights in it).
+        distribution = forward(batch or IDLE)
+        if batch is not None:
+            logprobs = losses.token_logprobs(distribution, _tensor(batch.target, distribution))
+            values[_tensor(batch.index, values)] = logprobs
+    if engine.rank.world_size > 1:
+        dist.all_reduce(values)
+    return values
 
 
-def _logprobs(batch: Batch | None, forward: Forward | None) -> Tensor | None:
-    """A rank without a batch still takes part in the pass (ZeRO 3 gathers weights in it)."""
-    if forward is None:
-        return None
-    distribution = forward(batch or IDLE)
-    return losses.token_logprobs(distribution, _tensor((batch or IDLE).target, distribution))
-
-
-def _accumulate(engine: Engine, micro_batch: Prepared, algorithm: Algorithm, totals: Totals) -> None:
+def _accumulate(
+    engine: Engine,
+    batch: Batch | None,
+    prox_logprobs: Tensor | None,
+    reference_logprobs: Tensor | None,
+    algorithm: Algorithm,
+    totals: Totals,
+) -> None:
     """Forward and backward of one micro-batch; its loss is weighted for the whole step."""
-    if micro_batch.batch is None:
+    if batch is None:
         engine.backward(engine.forward(IDLE).sum() * 0.0)
         return
-    batch = micro_batch.batch
     distribution = engine.forward(batch)
     learner = losses.token_logprobs(distribution, _tensor(batch.target, distribution))
     sampler, advantage, weight = (
         _tensor(column, learner).to(learner.dtype) for column in (batch.sampler_logprobs, batch.advantage, batch.weight)
     )
-    prox = learner.detach() if micro_batch.prox is None else micro_batch.prox
+    index = _tensor(batch.index, learner)
+    prox = learner.detach() if prox_logprobs is None else prox_logprobs[index]
     value, clipped = losses.policy_loss(
         algorithm, learner, prox, advantage, _tensor(batch.sequence, learner), batch.num_sequences
     )
@@ -215,8 +232,8 @@ def _accumulate(engine: Engine, micro_batch: Prepared, algorithm: Algorithm, tot
     if algorithm.entropy_coefficient > 0:
         value = value - algorithm.entropy_coefficient * entropy
     divergence = torch.zeros_like(prox)
-    if algorithm.kl is not None and micro_batch.reference is not None:
-        divergence = losses.kl(learner, micro_batch.reference, algorithm.kl)
+    if algorithm.kl is not None and reference_logprobs is not None:
+        divergence = losses.kl(learner, reference_logprobs[index], algorithm.kl)
         value = value + algorithm.kl.coefficient * divergence
     loss = (value * weight).sum()
     engine.backward(loss)
@@ -239,7 +256,7 @@ def _idle() -> Batch:
     """Two tokens of weight 0: what a rank computes while only others have work."""
     zeros, ones = np.zeros(1, dtype=np.int64), np.ones(1)
     pair = np.zeros((1, 2), dtype=np.int64)
-    return Batch(pair, pair, None, zeros, zeros, zeros, ones * 0, ones * 0, ones, ones * 0, zeros, 1)
+    return Batch(pair, pair, None, zeros, zeros, zeros, zeros, ones * 0, ones * 0, ones, ones * 0, zeros, 1)
 
 
 IDLE = _idle()

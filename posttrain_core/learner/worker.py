@@ -70,9 +70,9 @@ class Worker:
 
     def __init__(self, rendezvous: Path, threads: int, reply_fd: int) -> None:
         # Imported here so that the watch over the parent already runs while the seconds of import pass.
-        from posttrain_core.learner import engine
+        from posttrain_core.learner import engine, model
 
-        self._engines = engine
+        self._engines, self._models = engine, model
         self._rank = engine.init_distributed(rendezvous, threads)
         self._reply_fd = reply_fd
         self._engine: Any = None
@@ -140,11 +140,11 @@ class Worker:
     def _build(self, weights: Path, reference: Path) -> None:
         if self._engine is not None:
             self._engine.close()
-        model = self._engines.load_model(weights, self._dtype, self._rank.device)
+        model = self._models.load_model(weights, self._dtype, self._rank.device)
         self._engine = self._engines.Engine(model, self._config, self._dtype, self._rank)
         self._reference = None
         if self._algorithm.kl is not None:
-            self._reference = self._engines.reference_forward(reference, self._dtype, self._rank.device)
+            self._reference = self._models.reference_forward(reference, self._dtype, self._rank.device)
 
     def _progress(self, done: int, total: int) -> None:
         self.reply({"progress": [done, total]})
