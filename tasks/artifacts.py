@@ -1,13 +1,9 @@
 """What a flow run shows in the Prefect UI: a table and the reward curve after each iteration, a picture at the end."""
 
-import base64
-import tempfile
-from pathlib import Path
+from prefect.artifacts import create_markdown_artifact
 
-from prefect.artifacts import create_image_artifact, create_markdown_artifact
-
-from posttrain_core.stages.context import Run
 from posttrain_core.layout import Scope
+from posttrain_core.stages.context import Run
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WINDOW = 40  # iterations in the sparkline
@@ -25,7 +21,8 @@ def iteration_markdown(run: Run, iteration: int) -> str:
     rewards = [metrics.get("reward_mean", 0.0) for metrics in verdicts]
     numbers = {**verdicts[-1], **run.manifest(Scope(iteration), "update").metrics}
     rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in numbers.items())
-    return f"**{run.name}, iteration {iteration}**\n\nReward: `{sparkline(rewards)}`\n\n| metric | value |\n|---|---|\n{rows}\n"
+    head = f"**{run.name}, iteration {iteration}**\n\nReward: `{sparkline(rewards)}`"
+    return f"{head}\n\n| metric | value |\n|---|---|\n{rows}\n"
 
 
 def sparkline(values: list[float]) -> str:

@@ -7,7 +7,9 @@ from typing import Any
 from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.events.worker import EventsWorker
 from prefect.futures import PrefectFuture
+from prefect.logging.handlers import APILogWorker
 
 from posttrain_core.config import PrefectConfig
 from posttrain_core.errors import PosttrainError
@@ -39,14 +41,13 @@ class PrefectRunner:
 
     def submit(self, label: Label, stage: Callable[..., Any], *arguments: Any) -> Pending:
         work = Work(stage, arguments)
-        return self._tasks[label.stage].submit(str(label), work, wait_for=work.awaited)
+        return self._tasks[label.stage].submit(str(label), work, return_state=False, wait_for=work.awaited)
 
 
 def _stage_task(name: str, config: PrefectConfig, delays: list[float]) -> Task[[str, Work], Any]:
     @task(
         name=name,
         task_run_name="{label}",
-        tags=["posttrain", name],
         retries=config.retries,
         retry_delay_seconds=delays or None,
         retry_jitter_factor=0.5 if delays else None,
@@ -64,3 +65,12 @@ def _stage_task(name: str, config: PrefectConfig, delays: list[float]) -> Task[[
 def _retryable(_task: Task[..., Any], _run: TaskRun, state: State[Any]) -> bool:
     error = state.result(raise_on_failure=False)
     return isinstance(error, PosttrainError) and error.retryable
+
+
+def drain(timeout_seconds: float = 10.0) -> None:
+    """Send what is still on its way to the Prefect server; call it before the server stops.
+
+    Prefect does so at interpreter exit, where it would wait minutes for a server that is gone.
+    """
+    for worker in (EventsWorker, APILogWorker):
+        worker.drain_all(timeout=timeout_seconds)

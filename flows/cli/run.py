@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -59,8 +59,9 @@ def execute(config: RunConfig, prefect: bool = True, console: Console | None = N
     """Run to the end in this process, with bars; Ctrl-C says how to go on."""
     console = console or Console(stderr=True)
     try:
-        with prefect_server(console) if prefect else without_prefect() as api_url, TerminalProgress(console) as progress:
-            train(config, progress, with_prefect=api_url is not None)
+        with prefect_server(console) if prefect else nullcontext() as api_url:
+            with TerminalProgress(console) as progress:
+                train(config, progress, with_prefect=api_url is not None)
     except KeyboardInterrupt:
         console.print(f"\nInterrupted. Nothing finished is lost; go on with:\n  {resume_command(config)}", style="bold")
         raise
@@ -76,7 +77,9 @@ def train(config: RunConfig, progress: TerminalProgress, with_prefect: bool) -> 
         services = stack.enter_context(pipeline.open_services(config, scratch, progress))
         if with_prefect:
             from flows import train as flows
+            from tasks.prefect_runner import drain
 
+            stack.callback(drain)
             stack.enter_context(flows.holding(services))
             flows.train(config)
         else:
@@ -104,17 +107,12 @@ def prefect_server(console: Console) -> Iterator[str | None]:
         server.close()
 
 
-@contextmanager
-def without_prefect() -> Iterator[None]:
-    yield None
-
-
 def start_deployment(name: str, config: RunConfig) -> None:
     """Hand the run to a worker through the Prefect API that is configured."""
     from prefect.deployments import run_deployment
 
     flow_run = run_deployment(name, parameters={"config": config.model_dump(mode="json")}, timeout=0)
-    Console().print(f"flow run {getattr(flow_run, 'name', '?')} of deployment {name} is scheduled; a worker takes it up")
+    Console().print(f"flow run {getattr(flow_run, 'name', '?')} of {name} is scheduled; a worker takes it up")
 
 
 def resume_command(config: RunConfig) -> str:

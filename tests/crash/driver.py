@@ -1,6 +1,8 @@
-"""Runs one training run in a process of its own, and kills its process group at a named store operation.
+"""Runs one training run in a process of its own, and kills its process group at a store operation.
 
-    python -m tests.crash.driver CONFIG_JSON [KEY_PATTERN before|after]
+    python -m tests.crash.driver CONFIG_JSON [KEY_PATTERN before|after [N]]
+
+N counts the writes to keys that match: the N-th is the last thing that the process group does.
 """
 
 import os
@@ -8,6 +10,7 @@ import re
 import signal
 import sys
 import tempfile
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,11 @@ from tasks.runner import ThreadRunner
 
 
 class KillingStore:
-    """A store whose first write to a matching key is the last thing that this process group does."""
+    """A store whose N-th write to a matching key is the last thing that this process group does."""
 
-    def __init__(self, store: ObjectStore, pattern: str, when: str) -> None:
+    def __init__(self, store: ObjectStore, pattern: str, when: str, number: int) -> None:
         self._store, self._pattern, self._when = store, re.compile(pattern), when
+        self._numbers = count(1 - number)
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._store, name)
@@ -29,7 +33,7 @@ class KillingStore:
             return method
 
         def write(key: str, *arguments: Any) -> Any:
-            hit = self._pattern.search(key)
+            hit = self._pattern.search(key) and next(self._numbers) == 0
             if hit and self._when == "before":
                 os.killpg(0, signal.SIGKILL)
             result = method(key, *arguments)
@@ -40,10 +44,10 @@ class KillingStore:
         return write
 
 
-def main(config_json: str, pattern: str = "", when: str = "after") -> None:
+def main(config_json: str, pattern: str = "", when: str = "after", number: str = "1") -> None:
     config = RunConfig.model_validate_json(config_json)
     if pattern:
-        pipeline.open_store = lambda url: KillingStore(open_store(url), pattern, when)  # type: ignore[assignment]
+        pipeline.open_store = lambda url: KillingStore(open_store(url), pattern, when, int(number))  # type: ignore[assignment]
     with (
         tempfile.TemporaryDirectory() as scratch,
         pipeline.open_services(config, Path(scratch)) as services,

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,18 @@ def kill(process: subprocess.Popen[bytes], after: float) -> bool:
 def run_to_end(config: RunConfig, log: Path, timeout: float = 300.0) -> None:
     process = launch(config, log=log)
     assert process.wait(timeout) == 0, log.read_text()[-3000:]
+
+
+def finish(config: RunConfig, root: Path, points: Sequence[tuple[str, ...]]) -> None:
+    """Killed at each point in turn, resumed each time, then run to the end. What was committed is never computed
+    again."""
+    log = root / "log"
+    for point in points:
+        before, done = committed(root), Counter(computed(root))
+        wait_killed(launch(config, *point, log=log), log)
+        again = Counter(computed(root)) - done
+        assert not before & set(again), "committed work was computed again"
+    run_to_end(config, log)
 
 
 def descendants(root: int) -> set[tuple[int, str]]:

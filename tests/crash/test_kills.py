@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from posttrain_core.config import RunConfig
-from tests.crash.harness import committed, computed, kill, launch, run_to_end, semantic_state, wait_killed
+from tests.crash.harness import committed, computed, finish, kill, launch, run_to_end, semantic_state
 
 STAGES = ("plan", "generate", "execute", "verify", "update", "publish")
 # In the order in which a run comes to them.
@@ -57,13 +57,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("points", [BOUNDARIES, EVALUATION + INSIDE], ids=["boundaries", "inside"])
 def test_killed_at_named_writes(points: list[tuple[str, str]], tmp_path: Path, undisturbed: dict[str, str]) -> None:
     """Killed at each point in turn, resumed each time, then run to the end."""
-    config, log = scripted(tmp_path), tmp_path / "log"
-    for pattern, when in points:
-        before, done = committed(tmp_path), Counter(computed(tmp_path))
-        wait_killed(launch(config, pattern, when, log=log), log)
-        again = Counter(computed(tmp_path)) - done
-        assert not before & set(again), "committed work was computed again"
-    run_to_end(config, log)
+    finish(scripted(tmp_path), tmp_path, points)
     assert semantic_state(tmp_path) == undisturbed
 
 

@@ -1,0 +1,70 @@
+"""`posttrain bench`."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from flows import bench as measuring
+from flows.cli.config_file import load_config
+from flows.cli.run import Overrides, WithPrefect, execute
+from posttrain_core.config import RunConfig
+
+_EXAMPLE = Path(__file__).parents[2] / "examples" / "bench.yaml"
+
+
+def bench(
+    config_file: Annotated[Path | None, typer.Argument(help="YAML file. Default: examples/bench.yaml.")] = None,
+    iterations: Annotated[int, typer.Option(min=1, help="Iterations measured.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Iterations before them.")] = 2,
+    price: Annotated[float, typer.Option(min=0, help="Price of the machine per hour, in any currency.")] = 0.0,
+    overrides: Overrides = None,
+    prefect: WithPrefect = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure where the time of an iteration goes, in a temporary store."""
+    console = Console(stderr=True)
+    idle = measuring.idle_cpu_share()
+    if idle < 0.9:
+        console.print(f"This machine is busy ({1 - idle:.0%} of its CPU time): the numbers will be off", style="yellow")
+    with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as folder:
+        config = _config(config_file, overrides or [], Path(folder), warmup + iterations + 1)
+        with measuring.peak_memory() as peak:
+            execute(config, prefect, console)
+        result = measuring.measure(config.store, config.run, warmup, price, peak.mib)
+    if as_json:
+        typer.echo(json.dumps(result.as_json(), indent=1))
+    else:
+        Console().print(_table(result, price))
+
+
+def _config(path: Path | None, overrides: list[str], folder: Path, iterations: int) -> RunConfig:
+    """The file's settings in a temporary store, without evaluations in between."""
+    if path is None and not any(override.startswith("model.path=") for override in overrides):
+        from posttrain_core.learner.tiny import make_tiny_llama
+
+        make_tiny_llama(folder / "model", seed=0, hidden_size=256, num_layers=6, num_heads=8)
+        overrides = [*overrides, f"model.path={folder / 'model'}"]
+    forced = [f"store={folder / 'store'}", "run=bench", f"iterations={iterations}", f"eval.every={iterations + 1}"]
+    return load_config(path or _EXAMPLE, [*overrides, *forced])
+
+
+def _table(result: measuring.Bench, price: float) -> Table:
+    title = f"One iteration, mean of {result.num_iterations}: {result.iteration_seconds:.2f} s"
+    table = Table(title=title, show_header=False)
+    for stage in result.stages:
+        table.add_row(stage.stage, f"{stage.seconds:.3f} s", f"{stage.share:.1%}")
+    table.add_row("outside the stages", f"{result.outside_seconds:.3f} s", f"{result.outside_share:.1%}")
+    table.add_section()
+    table.add_row("rollouts/s", f"{result.rollouts_per_second:.1f}", "whole iterations")
+    table.add_row("tokens/s", f"{result.generated_tokens_per_second:.0f}", "while generating")
+    table.add_row("learned samples", f"{result.learned_samples_per_iteration:.0f}", "an iteration")
+    table.add_row("machine time", f"{result.machine_seconds_per_sample * 1000:.2f} ms", "a learned sample")
+    if price:
+        table.add_row("cost", f"{result.cost_per_thousand_samples:.4f}", "a thousand learned samples")
+    table.add_row("peak memory", f"{result.peak_memory_mib:.0f} MiB", "all processes; shared pages count each time")
+    return table
