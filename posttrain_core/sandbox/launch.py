@@ -68,7 +68,10 @@ class _Stream:
 
     def read(self) -> bool:
         """Take what is there; False at the end."""
-        chunk = os.read(self.fd, _READ_BYTES)
+        try:
+            chunk = os.read(self.fd, _READ_BYTES)
+        except BlockingIOError:  # the program has opened its own pipe for reading and was faster
+            return True
         self.data += chunk[: self.cap + 1 - len(self.data)]
         return bool(chunk)
 
@@ -189,6 +192,7 @@ class Zygote:
                 file.write(json.dumps(asdict(request)).encode())
             for overflow in (Kill.OUTPUT, Kill.OUTPUT, Kill.RESULTS, None):
                 reading, writing = os.pipe()
+                os.set_blocking(reading, False)
                 streams.append(_Stream(reading, limits.output_kib << 10, overflow))
                 given.append(writing)
             message = {"limits": limits.whole_numbers(), "workdir": workdir}

@@ -172,6 +172,23 @@ def attack():
     # --- output
     "stdout_flood": _ends("def attack():\n    while True: print('x' * 1000)\n", OUTPUT),
     "stderr_flood": _ends("import os\ndef attack():\n    while True: os.write(2, b'\\xff' * 4096)\n", OUTPUT),
+    "reads_its_own_output_back": _ends(
+        """
+import os
+def attack():
+    back = os.open("/proc/self/fd/1", os.O_RDONLY | os.O_NONBLOCK)
+    os.fork()
+    while True:
+        try:
+            os.write(1, b"x")
+            os.read(back, 100)
+        except BlockingIOError:
+            pass
+""",
+        TIME,
+        OUTPUT,
+        ERROR,  # where the pipe belongs to another user
+    ),
     "invalid_utf8": _returns(
         "import os\ndef attack():\n    os.write(1, b'\\xff\\xfe\\x00\\x1b[2J')\n    return 1\n", "1"
     ),

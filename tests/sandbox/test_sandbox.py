@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -89,15 +90,22 @@ def test_expressions_and_functions(sandbox: ZygotePool) -> None:
     assert sandbox.isolation.startswith("namespaces")
 
 
-def test_results_keep_order_and_never_share_a_process(sandbox: ZygotePool) -> None:
-    requests = [
-        ProgramRequest(
-            f"(x + {n}, __import__('os').getpid(), __import__('os').stat('/proc/self/ns/pid').st_ino)", "", ("[0]",)
-        )
-        for n in range(20)
-    ]
-    values = [result.returns[0].value for result in sandbox.run_programs(requests, LIMITS)]
-    assert [value[1:].split(",")[0] for value in values] == [str(n) for n in range(20)]
+def test_results_keep_the_order_of_requests(sandbox: ZygotePool) -> None:
+    requests = [ProgramRequest(f"x + {n}", "", ("[0]",)) for n in range(20)]
+    results = sandbox.run_programs(requests, LIMITS)
+    assert [result.returns[0].value for result in results] == [str(n) for n in range(20)]
+
+
+def test_executions_at_once_have_pid_namespaces_of_their_own(sandbox: ZygotePool) -> None:
+    name = f"sbp-{os.getpid() % 10**8}"
+    requests = [ProgramRequest(NAMED_SLEEPER + "#" * n, "attack", (f'["{name}"]',)) for n in range(2)]
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(sandbox.run_programs, requests, Limits(wall_seconds=2.0))
+        wait_for(lambda: len(named(name)) == 4)
+        status = [Path(f"/proc/{pid}/status").read_text() for pid in named(name)]
+        assert sorted(re.search(r"NSpid:.*\t(\d+)\n", text).group(1) for text in status) == ["2", "2", "3", "3"]
+        assert {result.status for result in future.result()} == {ExecutionStatus.TIME_LIMIT}
+    assert not named(name)
 
 
 def test_equal_requests_run_once_and_sets_are_ordered_alike(sandbox: ZygotePool) -> None:
