@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import DynamicCache
+from transformers.utils import logging as transformers_logging
 
 from posttrain_core.config import InProcessSamplerConfig
 from posttrain_core.errors import SamplerUnavailable
 from posttrain_core.records import FinishReason, Message
 from posttrain_core.sampling.decoding import Decoder
 from posttrain_core.sampling.protocol import Completion, SampleRequest
-from posttrain_core.sampling.weights import copy_weights, mismatches, read_weights, summary
+from posttrain_core.sampling.weights import copy_weights, mismatches, read_weights, shapes, summary
 
 
 class InProcessSampler:
@@ -43,6 +44,7 @@ class InProcessSampler:
         self._tokenizer: Any = None
         self._decoder: Decoder | None = None
         self._context_length = 0
+        self._stored_shapes: dict[str, tuple[int, ...]] = {}
 
     @property
     def context_length(self) -> int:
@@ -59,7 +61,9 @@ class InProcessSampler:
                     self._build(folder)
                 else:
                     self._swap(version, folder)
-            except (OSError, ValueError, SafetensorError) as error:
+            except SamplerUnavailable:
+                raise
+            except Exception as error:  # transformers raises nearly every type
                 raise SamplerUnavailable(
                     f"policy version {version} cannot be loaded from {folder}: {error}; "
                     "the folder must hold config, tokenizer and safetensors of a causal LM"
@@ -124,23 +128,36 @@ class InProcessSampler:
         return fitting
 
     def _build(self, folder: Path) -> None:
+        transformers_logging.disable_progress_bar()
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=self._dtype)
-        self._context_length = _context_length(model, tokenizer)
+        built: Any = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype=self._dtype, output_loading_info=True
+        )
+        model, report = built
+        if problems := sorted(map(str, {*report["missing_keys"], *report["mismatched_keys"]})):
+            raise ValueError(f"tensors are missing or have another shape ({summary(problems)})")
+        if any(DynamicCache(config=model.config).is_linear):
+            raise ValueError("its layers keep a recurrent state; only attention with a key/value cache is supported")
+        context_length = _context_length(model, tokenizer)
         model.to(self._device).eval().requires_grad_(False)
         end_ids = _end_ids(model, tokenizer)
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids, default=0)
-        self._tokenizer, self._model = tokenizer, model
+        self._stored_shapes = shapes(read_weights(folder))
+        self._tokenizer, self._model, self._context_length = tokenizer, model, context_length
         self._decoder = Decoder(model, end_ids, pad_id)
 
     def _swap(self, version: int, folder: Path) -> None:
         weights = read_weights(folder)
-        if problems := mismatches(self._model, weights):
+        problems = mismatches(self._model, weights)
+        if not problems:
+            copy_weights(self._model, weights)
+        elif shapes(weights) == self._stored_shapes:
+            self._build(folder)  # an architecture stored under other names than it computes with, such as fused experts
+        else:
             raise SamplerUnavailable(
                 f"policy version {version} in {folder} does not fit the model that is held ({summary(problems)}); "
                 "all versions of a run share one architecture: start a new run for another model"
             )
-        copy_weights(self._model, weights)
 
 
 def _device(name: str) -> torch.device:

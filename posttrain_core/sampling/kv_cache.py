@@ -45,7 +45,8 @@ class RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def fill(self, holes: torch.Tensor, movers: torch.Tensor) -> None:
         """Rows `movers` take the places of rows `holes`; what lies behind the new end of the batch is never read."""
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         for buffer in (self.keys, self.values):
             used = buffer[:, :, : self.length]
             used.index_copy_(0, holes, used.index_select(0, movers))

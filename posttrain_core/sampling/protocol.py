@@ -32,7 +32,7 @@ class Completion:
 
 
 class Sampler(Protocol):
-    """Holds one policy version at a time. `load_policy` must be called before anything else; raises SamplerUnavailable."""
+    """Holds one policy version at a time. `load_policy` comes before anything else. Raises SamplerUnavailable."""
 
     def load_policy(self, version: int, folder: Path) -> None:
         """Swap to the policy in `folder` (Hugging Face layout). A no-op when `version` from the same folder is held."""

@@ -3,7 +3,8 @@
 Policy folder: `model.safetensors` with the float64 vector "logits" [K], K the number of configured responses.
 
     encode   utf-8 bytes of one "role:content" line per message
-    sample   k ~ softmax(logits / temperature); ids (256 + k, *utf-8 bytes of responses[k]), logprobs (log p_k, 0, 0, ...)
+    sample   k ~ softmax(logits / temperature); ids (256 + k, *utf-8 bytes of responses[k])
+             with log-probabilities (log p_k, 0, 0, ...)
     decode   ids of 256 and above dropped
 """
 

@@ -21,6 +21,11 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
+def shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor by name."""
+    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
+
+
 def mismatches(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> list[str]:
     """What keeps `weights` from being copied into `model`; empty when they fit.
 

@@ -1,13 +1,14 @@
 """The in-process sampler against plain forward passes of the same model."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from posttrain_core.config import InProcessSamplerConfig
 from posttrain_core.errors import SamplerUnavailable
@@ -22,6 +23,16 @@ def loaded(folder: Path, max_batch_size: int = 128) -> InProcessSampler:
     sampler = InProcessSampler(InProcessSamplerConfig(device="cpu", num_threads=1, max_batch_size=max_batch_size))
     sampler.load_policy(0, folder)
     return sampler
+
+
+def other_architecture(folder: Path, name: str, **options: int) -> Path:
+    """Makes the policy in `folder` one of another architecture, with the same tokenizer."""
+    sizes = {"vocab_size": 47, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    set_seed(0)
+    config = AutoConfig.for_model(name, **sizes, eos_token_id=2, **options)
+    model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model.save_pretrained(folder)
+    return folder
 
 
 def mixed_requests(sampler: InProcessSampler) -> list[SampleRequest]:
@@ -67,6 +78,36 @@ def test_long_responses_outgrow_the_first_allocation(tiny_llama: Callable[..., P
     longest = lengths.index(max(lengths))
     expected = reference_logprobs(folder, requests[longest], completions[longest])
     assert completions[longest].logprobs == pytest.approx(expected, abs=5e-5)
+
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpt2", {"num_attention_heads": 4}),
+        ("gemma2", {**HEADS, "head_dim": 8, "sliding_window": 6}),
+        ("mixtral", {**HEADS, "num_local_experts": 4}),  # stored under other names than it computes with
+    ],
+)
+def test_other_architectures_are_sampled_and_swapped_the_same_way(
+    tiny_llama: Callable[..., Path], tmp_path: Path, name: str, options: dict[str, int]
+) -> None:
+    folder = other_architecture(tiny_llama(0), name, **options)
+    sampler = loaded(folder)
+    requests = mixed_requests(sampler)
+    completions = sampler.sample(requests)
+    for request, completion in zip(requests, completions, strict=True):
+        assert completion.logprobs == pytest.approx(reference_logprobs(folder, request, completion), abs=2e-5)
+    sampler.load_policy(1, shutil.copytree(folder, tmp_path / "copy"))
+    assert sampler.sample(requests) == completions
+
+
+def test_recurrent_architecture_is_refused(tiny_llama: Callable[..., Path]) -> None:
+    folder = other_architecture(tiny_llama(0), "mamba", state_size=4)
+    with pytest.raises(SamplerUnavailable, match="recurrent state"):
+        loaded(folder)
 
 
 def test_batch_size_does_not_change_tokens(tiny_llama: Callable[..., Path]) -> None:
@@ -137,6 +178,15 @@ def test_policy_that_lacks_a_tensor_is_named(tiny_llama: Callable[..., Path], tm
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(SamplerUnavailable, match=r"other\.weight: not in the model; model\.norm\.weight: missing"):
         sampler.load_policy(1, tmp_path)
+
+
+def test_first_policy_that_lacks_a_tensor_is_refused_too(tiny_llama: Callable[..., Path]) -> None:
+    folder = tiny_llama(0)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SamplerUnavailable, match=r"model\.norm\.weight"):
+        loaded(folder)
 
 
 def test_truncated_weights_are_refused(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_decode_of_a_prompt_shows_its_text(sampler: Sampler) -> None:
 def test_missing_policy_folder_is_named_and_the_held_policy_stays(sampler: Sampler, tmp_path: Path) -> None:
     requests = requests_for(sampler)
     before = sampler.sample(requests)
-    with pytest.raises(SamplerUnavailable, match="version 7.*nowhere"):
+    with pytest.raises(SamplerUnavailable, match=r"version 7.*nowhere"):
         sampler.load_policy(7, tmp_path / "nowhere")
     assert sampler.sample(requests) == before
 
