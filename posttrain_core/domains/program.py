@@ -82,10 +82,11 @@ class ProgramDomain:
 
 
 def hidden_inputs(function_id: str) -> list[int]:
-    """Distinct inputs that a hash of the function picks; none of them is shown in the prompt."""
+    """Distinct inputs that a hash of the function picks, half of them negative; none is shown in the prompt."""
     candidates = [x for x in BEHAVIOUR_INPUTS if x not in VISIBLE_INPUTS]
     order = sorted(candidates, key=lambda x: hashlib.sha256(f"{function_id} {x}".encode()).digest())
-    return order[:NUM_HIDDEN_INPUTS]
+    negative, positive = [x for x in order if x < 0], [x for x in order if x > 0]
+    return [*negative[: NUM_HIDDEN_INPUTS // 2], *positive[: NUM_HIDDEN_INPUTS // 2]]
 
 
 def source_and_entry(answer: str) -> tuple[str, str]:

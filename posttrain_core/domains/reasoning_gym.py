@@ -116,7 +116,11 @@ class ReasoningGymDomain:
 
 
 def _wrong(reference: str, items: Sequence[Item], stream: random.Random) -> str:
-    """A whole number that is off by a little, or the answer to another question (which may happen to be right)."""
+    """A whole number off by a little, a text with two neighbours swapped, else another item's answer (maybe right)."""
     if re.fullmatch(r"-?\d{1,15}", reference):
         return str(int(reference) + stream.choice((-3, -2, -1, 1, 2, 3)))
-    return str(stream.choice(items).reference)
+    places = [i for i in range(len(reference) - 1) if reference[i] != reference[i + 1]]
+    if not places:
+        return str(stream.choice(items).reference)
+    i = stream.choice(places)
+    return reference[:i] + reference[i + 1] + reference[i] + reference[i + 2 :]
