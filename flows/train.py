@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 from prefect import flow
+from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
-from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows import pipeline
 from flows.pipeline import Services, open_services
@@ -25,6 +27,10 @@ from tasks.prefect_runner import PrefectRunner
 _OPEN: ContextVar[Services | None] = ContextVar("open_services", default=None)
 
 
+def _threads(max_workers: int) -> TaskRunner[PrefectFuture[Any]]:
+    return ThreadPoolTaskRunner(max_workers=max_workers)  # type: ignore[return-value]
+
+
 def _run_name() -> str:
     parameters = flow_run.parameters
     config = parameters["config"]
@@ -32,7 +38,7 @@ def _run_name() -> str:
     return f"{name} iteration {parameters['iteration']}" if "iteration" in parameters else str(name)
 
 
-@flow(flow_run_name=_run_name, persist_result=False, task_runner=ThreadPoolTaskRunner(max_workers=4))
+@flow(flow_run_name=_run_name, persist_result=False, task_runner=_threads(4))
 def train(config: RunConfig) -> int:
     """Start or resume a run and go on until its stop rule holds. Returns the last policy version."""
     with services_for(config) as services:
@@ -42,7 +48,7 @@ def train(config: RunConfig) -> int:
         return policy.iteration + 1
 
 
-@flow(flow_run_name=_run_name, persist_result=False, task_runner=ThreadPoolTaskRunner(max_workers=4))
+@flow(flow_run_name=_run_name, persist_result=False, task_runner=_threads(4))
 def iterate(config: RunConfig, iteration: int) -> int:
     """One iteration of a run that has reached it: plan, generate, execute, verify, update, publish."""
     with services_for(config) as services:
@@ -75,7 +81,5 @@ def holding(services: Services) -> Iterator[None]:
 
 def _iterate_as_subflow(services: Services, iteration: int) -> Manifest:
     config = services.run.config
-    runner = ThreadPoolTaskRunner(max_workers=config.prefect.max_workers)
-    version = iterate.with_options(task_runner=runner)(config, iteration)
+    version = iterate.with_options(task_runner=_threads(config.prefect.max_workers))(config, iteration)
     return services.run.policy(version)
-

@@ -1,7 +1,14 @@
 """What a flow run shows in the Prefect UI: a table and the reward curve after each iteration, a picture at the end."""
 
-from prefect.artifacts import create_markdown_artifact
+import base64
+import tempfile
+from pathlib import Path
 
+from prefect.artifacts import create_image_artifact, create_markdown_artifact
+
+from posttrain_core.errors import ConfigError
+from posttrain_core.inspect import catalogue, charts
+from posttrain_core.inspect.report import report
 from posttrain_core.layout import Scope
 from posttrain_core.stages.context import Run
 
@@ -12,6 +19,18 @@ _WINDOW = 40  # iterations in the sparkline
 def iteration_artifact(run: Run, iteration: int) -> None:
     """A markdown table of one iteration's numbers."""
     create_markdown_artifact(iteration_markdown(run, iteration), key=artifact_key(run.name, "iteration"))
+
+
+def curve_artifact(run: Run) -> None:
+    """The reward curve as a picture inside its own link; nothing where the plotting library is not installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "curve.png"
+        try:
+            charts.png(report(catalogue.Run(run.store, run.name)), path)
+        except ConfigError:
+            return
+        picture = base64.b64encode(path.read_bytes()).decode()
+    create_image_artifact(f"data:image/png;base64,{picture}", artifact_key(run.name, "curve"), "Reward by iteration")
 
 
 def iteration_markdown(run: Run, iteration: int) -> str:

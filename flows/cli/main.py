@@ -7,6 +7,8 @@ import sys
 
 import typer
 
+from flows.cli.bench import bench
+from flows.cli.demo import demo
 from flows.cli.doctor import doctor
 from flows.cli.looking import report, rollouts, show, sql, status
 from flows.cli.run import resume, run
@@ -18,7 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (init, run, resume, status, report, show, rollouts, sql, doctor):
+for command in (demo, init, run, resume, status, report, show, rollouts, sql, doctor, bench):
     app.command()(command)
 
 
