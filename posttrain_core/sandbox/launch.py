@@ -88,7 +88,13 @@ class Zygote:
         self._cgroup: Cgroup | None = None if mode == "unisolated" else make_cgroup()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, tempfile.TemporaryFile() as errors:
-            self._process = self._start(theirs.fileno(), errors.fileno())
+            try:
+                self._process = self._start(theirs.fileno(), errors.fileno())
+            except OSError as error:
+                self._control.close()
+                if self._cgroup:
+                    self._cgroup.remove()
+                raise SandboxUnavailable(f"cannot start {sys.executable}: {error}") from error
             theirs.close()
             self.features = self._ready(errors.fileno())
 
