@@ -5,8 +5,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain_core.sandbox.factory import make_sandbox
-
 from posttrain_core.config import RunConfig
 from posttrain_core.layout import Scope
 from posttrain_core.learner.factory import make_learner
@@ -15,6 +13,7 @@ from posttrain_core.manifest import Manifest
 from posttrain_core.records import Purpose
 from posttrain_core.sampling.factory import make_sampler
 from posttrain_core.sampling.protocol import Sampler
+from posttrain_core.sandbox.factory import make_sandbox
 from posttrain_core.sandbox.protocol import Sandbox
 from posttrain_core.stages.context import NoProgress, Progress, Run, open_run
 from posttrain_core.stages.execute import commit_execute, execute_shard
@@ -72,7 +71,10 @@ def train(
     for iteration in range(run.config.iterations):
         if iteration % run.config.eval.every == 0 and stops(run, evaluate(services, runner, iteration)):
             return policy
-        policy = run.find_policy(iteration + 1) or step(services, iteration)
+        found = run.find_policy(iteration + 1)
+        policy = found or step(services, iteration)
+        if found is None:
+            run.progress.note(_summary(run, Scope(iteration)))
         run.progress.advance("iterations", iteration + 1, run.config.iterations)
         services.retention.apply(iteration + 1)
     evaluate(services, runner, run.config.iterations)
@@ -93,7 +95,11 @@ def iterate(services: Services, runner: Runner, iteration: int) -> Manifest:
 def evaluate(services: Services, runner: Runner, version: int) -> Manifest:
     """The held-out problems under policy version `version`: the same stages, without update and publish."""
     scope = Scope(version, Purpose.EVAL)
-    return services.run.find(scope, "verify") or roll_out(services, runner, scope)
+    found = services.run.find(scope, "verify")
+    if found is None:
+        found = roll_out(services, runner, scope)
+        services.run.progress.note(_summary(services.run, scope))
+    return found
 
 
 def roll_out(services: Services, runner: Runner, scope: Scope) -> Manifest:
@@ -122,3 +128,12 @@ def stops(run: Run, verified: Manifest) -> bool:
     """Whether the stop rule holds after an evaluation."""
     goal = run.config.stop.eval_pass_rate
     return goal is not None and verified.metrics.get("pass_rate", 0.0) >= goal
+
+
+def _summary(run: Run, scope: Scope) -> str:
+    """One line for the terminal."""
+    verified = run.manifest(scope, "verify").metrics
+    if scope.purpose is not Purpose.TRAIN:
+        return f"version {scope.iteration}: held-out pass rate {verified.get('pass_rate', 0.0):.3f}"
+    loss = run.manifest(scope, "update").metrics.get("loss", 0.0)
+    return f"iteration {scope.iteration}: reward {verified.get('reward_mean', 0.0):.3f}, loss {loss:+.4f}"
