@@ -211,7 +211,7 @@ def parse_manifest(data: bytes, key: str) -> Manifest:
         del record["digest"]  # derived; there for readers without this code
         objects = tuple(ObjectRef(**item) for item in record.pop("objects"))
         manifest = Manifest(objects=objects, **record)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise corrupt(key, f"it is not a manifest ({error})") from error
     if not intact:
         raise corrupt(key, "its contents do not match its own checksum")
