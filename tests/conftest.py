@@ -1,7 +1,8 @@
-"""An S3 server on this machine with made-up credentials, for the tests that ask for one."""
+"""What several folders of tests ask for: an S3 server on this machine with made-up credentials, and a finished run."""
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,3 +54,24 @@ def s3_url(s3_client: Any, s3_environment: dict[str, str], monkeypatch: pytest.M
     monkeypatch.delenv("AWS_PROFILE", raising=False)
     monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
     return f"s3://{BUCKET}/prefix{next(_prefixes)}"
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the run "r": 4 iterations of two domains, evaluations of versions 0, 2 and 4. Not to be written."""
+    from tests.crash import driver
+    from tests.crash.test_kills import scripted
+
+    store = tmp_path_factory.mktemp("finished")
+    config = scripted(
+        store,
+        domains={
+            "program": {"type": "program"},
+            "logic": {"type": "reasoning_gym", "generator": "syllogism", "num_problems": 30},
+        },
+        sampler={"type": "scripted", "responses": ["Yes", "No", "x+1", "\x1b[31mred\u202e", ""]},
+        eval={"every": 2, "num_problems": 6, "samples_per_problem": 4},
+        learner={"type": "numpy", "learning_rate": 2.0},
+    )
+    driver.main(config.model_dump_json())
+    return store

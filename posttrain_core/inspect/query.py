@@ -11,6 +11,7 @@ The first five have the columns `iteration` (of an evaluation: the policy versio
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -31,6 +32,12 @@ _LOCKED: dict[str, Any] = {
     "autoload_known_extensions": False,
     "lock_configuration": True,
 }
+_WRONG_QUERY = (
+    duckdb.ParserException,
+    duckdb.BinderException,
+    duckdb.CatalogException,
+    duckdb.PermissionException,
+)
 _WORD = re.compile(r"\w+")
 _ROLLOUTS = "rollout_rows"  # the table as generate wrote it, below the view `rollouts`
 _VIEW = f"""
@@ -43,34 +50,48 @@ from {_ROLLOUTS} r left join verdicts v using (rollout_id) left join executions 
 
 def sql(run: Run, query: str, parameters: Sequence[Any] = ()) -> pa.Table:
     """The answer to a query; only what it names is loaded. ConfigError with DuckDB's message when it is wrong."""
-    with _errors(run), closing(duckdb.connect(config=_LOCKED)) as connection:
-        _load(connection, run, set(_WORD.findall(query.lower())))
-        answer = connection.sql(query, params=list(parameters))
-        return pa.table({}) if answer is None else answer.to_arrow_table()
+    named = set(_WORD.findall(query.lower()))
+    if "rollouts" in named:
+        named |= {"verdicts", "executions"}
+    with _errors(run, named), closing(duckdb.connect(config=_LOCKED)) as connection:
+        _load(connection, run, named)
+        return _interruptible(connection, lambda: _answer(connection, query, list(parameters)))
 
 
 def table_names() -> list[str]:
     return [*STAGE_OF_TABLE, *_COMPUTED]
 
 
+def _answer(connection: duckdb.DuckDBPyConnection, query: str, parameters: list[Any]) -> pa.Table:
+    found = connection.sql(query, params=parameters)
+    return pa.table({}) if found is None else found.to_arrow_table()
+
+
+def _interruptible(connection: duckdb.DuckDBPyConnection, work: Callable[[], pa.Table]) -> pa.Table:
+    """In another thread: while DuckDB works in this one, Ctrl-C would not be heard."""
+    with ThreadPoolExecutor(1, thread_name_prefix="sql") as pool:
+        pending = pool.submit(work)
+        try:
+            return pending.result()
+        except KeyboardInterrupt:
+            connection.interrupt()
+            raise
+
+
 @contextmanager
-def _errors(run: Run) -> Iterator[None]:
+def _errors(run: Run, named: set[str]) -> Iterator[None]:
     try:
         yield
     except duckdb.Error as error:
-        if not isinstance(error, duckdb.ProgrammingError | duckdb.PermissionException):
-            for name in STAGE_OF_TABLE:  # a damaged object is not the query's fault
+        if not isinstance(error, _WRONG_QUERY):
+            for name in sorted(named & STAGE_OF_TABLE.keys()):  # a damaged object is not the query's fault
                 check_objects(run, name)
         raise ConfigError(f"{error}\nThe tables are {', '.join(table_names())}") from error
 
 
 def _load(connection: duckdb.DuckDBPyConnection, run: Run, named: set[str]) -> None:
-    stored = named & STAGE_OF_TABLE.keys()
-    if "rollouts" in named:
-        connection.register(_ROLLOUTS, dataset(run, "rollouts"))
-        stored = (stored | {"verdicts", "executions"}) - {"rollouts"}
-    for name in stored:
-        connection.register(name, dataset(run, name))
+    for name in named & STAGE_OF_TABLE.keys():
+        connection.register(_ROLLOUTS if name == "rollouts" else name, dataset(run, name))
     if "rollouts" in named:
         connection.execute(_VIEW)
     for name in named & _COMPUTED.keys():

@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from posttrain_core import layout
 from posttrain_core.errors import ConfigError
 from posttrain_core.inspect.catalogue import Run
 from posttrain_core.inspect.tables import STAGE_OF_TABLE, read
 from posttrain_core.inspect.text import quoted, section, visible
+from posttrain_core.manifest import find_manifest, read_object
 from posttrain_core.records import CaseReturn, Execution, PlanRow, Rollout, Sample, Verdict
 from posttrain_core.schema import TABLES, from_table, parse_problem
 
@@ -33,7 +35,7 @@ def show(run: Run, rollout_id: str, tokens: bool = True) -> str:
     lines += section("verdict", _verdict(find(run, rollout_id, Verdict)))
     lines += section("learned from", _sample(find(run, rollout_id, Sample)))
     if tokens:
-        lines += section("response tokens", _tokens(rollout))
+        lines += section("response tokens", _tokens(rollout, _token_texts(run, rollout.response_ids)))
     return "\n".join(lines).rstrip("\n")
 
 
@@ -113,11 +115,25 @@ def _sample(sample: Sample | None) -> Iterator[str]:
     yield "  no" if sample is None else f"  yes, reward {sample.reward:g}, advantage {sample.advantage:+.4f}"
 
 
-def _tokens(rollout: Rollout) -> Iterator[str]:
-    yield "  place      id   log-prob  learned from"
-    rows = zip(rollout.response_ids, rollout.sampler_logprobs, rollout.loss_mask, strict=True)
-    for place, (token, logprob, mask) in enumerate(rows):
-        yield f"  {place:5d} {token:7d} {logprob:10.4f}  {'yes' if mask else 'no'}"
+def _tokens(rollout: Rollout, texts: list[str]) -> Iterator[str]:
+    yield "  place      id   log-prob  learned from  text"
+    rows = zip(rollout.response_ids, rollout.sampler_logprobs, rollout.loss_mask, texts, strict=True)
+    for place, (token, logprob, mask, text) in enumerate(rows):
+        yield f"  {place:5d} {token:7d} {logprob:10.4f}  {'yes' if mask else 'no':12}  {visible(text)}".rstrip()
+
+
+def _token_texts(run: Run, ids: tuple[int, ...]) -> list[str]:
+    """By the tokenizer that lies with policy version 0; empty texts where there is none, or no package to read it."""
+    policy = find_manifest(run.store, layout.start_manifest(run.name, "publish"))
+    files = policy.named("/tokenizer.json") if policy is not None else []
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        files = []
+    if not files:
+        return [""] * len(ids)
+    tokenizer = Tokenizer.from_str(read_object(run.store, files[0]).decode())
+    return [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
 
 
 def _json(value: Any) -> str:
