@@ -43,9 +43,9 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 def make_tiny_llama(
     folder: Path,
     seed: int,
-    hidden_size: int = 192,
-    num_layers: int = 4,
-    num_heads: int = 6,
+    hidden_size: int = 128,
+    num_layers: int = 3,
+    num_heads: int = 8,
     context_length: int = 256,
 ) -> None:
     """Write model and tokenizer to `folder`; the weights are a function of `seed` and the sizes alone."""
