@@ -69,7 +69,8 @@ def train(
     label = Label(run.name, Scope(0), "start")
     policy: Manifest = runner.submit(label, start, run, services.session).result()
     for iteration in range(run.config.iterations):
-        if iteration % run.config.eval.every == 0 and stops(run, evaluate(services, runner, iteration)):
+        due = iteration % run.config.eval.every == 0 and _can_evaluate(run, iteration)
+        if due and stops(run, evaluate(services, runner, iteration)):
             return policy
         found = run.find_policy(iteration + 1)
         policy = found or step(services, iteration)
@@ -77,7 +78,8 @@ def train(
             run.progress.note(_summary(run, Scope(iteration)))
         run.progress.advance("iterations", iteration + 1, run.config.iterations)
         services.retention.apply(iteration + 1)
-    evaluate(services, runner, run.config.iterations)
+    if _can_evaluate(run, run.config.iterations):
+        evaluate(services, runner, run.config.iterations)
     return policy
 
 
@@ -128,6 +130,11 @@ def stops(run: Run, verified: Manifest) -> bool:
     """Whether the stop rule holds after an evaluation."""
     goal = run.config.stop.eval_pass_rate
     return goal is not None and verified.metrics.get("pass_rate", 0.0) >= goal
+
+
+def _can_evaluate(run: Run, version: int) -> bool:
+    """A version that has a successor may be retired: of such ones only the evaluations made in their time count."""
+    return run.find_policy(version + 1) is None or run.find(Scope(version, Purpose.EVAL), "verify") is not None
 
 
 def _summary(run: Run, scope: Scope) -> str:

@@ -4,11 +4,9 @@ Both take the run's configuration as their parameter, so that the UI renders it 
 from a deployment and called directly: services that are already open in this process are used, else they are opened.
 """
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 from prefect import flow
@@ -19,6 +17,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows import pipeline
 from flows.pipeline import Services, open_services
+from flows.scratch import scratch_folder
 from posttrain_core.config import RunConfig
 from posttrain_core.manifest import Manifest
 from tasks.artifacts import curve_artifact, iteration_artifact
@@ -64,7 +63,7 @@ def services_for(config: RunConfig) -> Iterator[Services]:
     if services is not None and services.run.config == config:
         yield services
         return
-    with tempfile.TemporaryDirectory(prefix="posttrain-") as scratch, open_services(config, Path(scratch)) as services:
+    with scratch_folder() as scratch, open_services(config, scratch) as services:
         with holding(services):
             yield services
 

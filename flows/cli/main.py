@@ -14,6 +14,7 @@ from flows.cli.looking import report, rollouts, show, sql, status
 from flows.cli.run import resume, run
 from flows.cli.template import init
 from posttrain_core.errors import PosttrainError
+from posttrain_core.inspect.text import visible
 
 app = typer.Typer(
     help="Reinforcement-learning post-training as a staged, checkpointed, retryable batch pipeline.",
@@ -29,7 +30,7 @@ def main() -> None:
     try:
         app()
     except PosttrainError as error:
-        typer.echo(f"posttrain: {error}", err=True)
+        typer.echo(f"posttrain: {visible(str(error), keep=chr(10))}", err=True)  # it may quote what a model wrote
         sys.exit(error.exit_code)
 
 

@@ -1,7 +1,6 @@
 """`posttrain run` and `posttrain resume`."""
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from flows.cli.config_file import load_config
 from flows.cli.progress import TerminalProgress
+from flows.scratch import scratch_folder
 from flows.server import LocalServer, PrefectServerUnavailable, prefect_environment
 from posttrain_core import layout
 from posttrain_core.config import RunConfig
@@ -73,7 +73,7 @@ def train(config: RunConfig, progress: TerminalProgress, with_prefect: bool) -> 
     from tasks.runner import ThreadRunner
 
     with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-")))
+        scratch = stack.enter_context(scratch_folder())
         services = stack.enter_context(pipeline.open_services(config, scratch, progress))
         if with_prefect:
             from flows import train as flows

@@ -9,12 +9,11 @@ import os
 import re
 import signal
 import sys
-import tempfile
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from flows import pipeline
+from flows.scratch import scratch_folder
 from posttrain_core.config import RunConfig
 from posttrain_core.store import ObjectStore, open_store
 from tasks.runner import ThreadRunner
@@ -49,8 +48,8 @@ def main(config_json: str, pattern: str = "", when: str = "after", number: str =
     if pattern:
         pipeline.open_store = lambda url: KillingStore(open_store(url), pattern, when, int(number))  # type: ignore[assignment]
     with (
-        tempfile.TemporaryDirectory() as scratch,
-        pipeline.open_services(config, Path(scratch)) as services,
+        scratch_folder() as scratch,
+        pipeline.open_services(config, scratch) as services,
         ThreadRunner(config.prefect) as runner,
     ):
         pipeline.train(services, runner)

@@ -29,7 +29,7 @@ INSIDE = [
 ]
 
 
-def scripted(store: Path, **changes: Any) -> RunConfig:
+def scripted(store: str | Path, **changes: Any) -> RunConfig:
     settings: dict[str, Any] = {
         "run": "r",
         "store": str(store),
