@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from posttrain_core.config import RunConfig
@@ -48,8 +49,9 @@ def open_services(config: RunConfig, scratch: Path, progress: Progress | None = 
         lease = stack.enter_context(Lease(store, config.run))
         open_run(store, config)
         run = Run(store, config, lease, scratch, progress or NoProgress())
-        learner = make_learner(config, scratch)
+        learner = make_learner(config, scratch, partial(_learner_progress, run))
         stack.callback(learner.close)
+        learner.start()
         sandbox = make_sandbox(config.sandbox)
         stack.callback(sandbox.close)
         sampler = make_sampler(config)
@@ -124,6 +126,14 @@ def roll_out(services: Services, runner: Runner, scope: Scope) -> Manifest:
     commit_generate(run, scope, [chain[0] for chain in done])
     commit_execute(run, scope, [chain[1] for chain in done])
     return commit_verify(run, scope, [chain[2] for chain in done])
+
+
+def _learner_progress(run: Run, done: int, total: int) -> None:
+    """A bar for what takes several optimizer steps."""
+    if total > 1:
+        run.progress.advance("optimizer steps", done, total)
+    if done == total:
+        run.progress.end("optimizer steps")
 
 
 def stops(run: Run, verified: Manifest) -> bool:

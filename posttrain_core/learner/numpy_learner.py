@@ -34,6 +34,9 @@ class NumpyLearner:
         self._config = config
         self._state: dict[str, NDArray[np.float64]] | None = None
 
+    def start(self) -> None:
+        return
+
     def load_weights(self, folder: Path) -> None:
         logits = _read(folder)["logits"]
         self._state = {"logits": logits, "momentum": np.zeros_like(logits), "step": np.zeros(1)}

@@ -20,6 +20,9 @@ class Demonstration:
 class Learner(Protocol):
     """Raises LearnerFault. The same calls in the same order give the same weights bit for bit (CPU, fixed threads)."""
 
+    def start(self) -> None:
+        """Begin to start whatever takes long to start, without waiting for it."""
+
     def load_weights(self, folder: Path) -> None:
         """Take the policy in `folder` (Hugging Face layout) with a fresh optimizer; it is also the reference policy."""
 
