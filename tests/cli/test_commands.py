@@ -98,6 +98,14 @@ def test_a_wrong_call_is_exit_code_2_and_one_message(arguments: tuple[str, ...],
     assert "Traceback" not in error
 
 
+def test_what_a_model_wrote_is_escaped_in_messages_too(posttrain: Command) -> None:
+    code, _, error = posttrain("sql", "select text::int from rollouts where text like '%red%'")
+    assert code == 2
+    assert "red" in error
+    assert "\x1b" not in error
+    assert "\u202e" not in error
+
+
 def test_errors_that_have_no_name_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     from flows.cli.main import main
 
