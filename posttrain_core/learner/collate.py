@@ -50,34 +50,34 @@ def collate(samples: SampleArrays, rows: Sequence[Row], weights: Floats) -> Batc
     """`weights` is the weight of a learned token of each sample (N floats, as `token_weights` gives them)."""
     width = max(row.num_tokens for row in rows)
     input_ids, position_ids, segment = (np.zeros((len(rows), width), dtype=np.int64) for _ in range(3))
-    chosen = [sample for row in rows for sample in row.samples]
-    tokens: list[tuple[Ints, Ints, Ints]] = []  # for each sequence: row, column and index into the samples' tokens
+    columns, indices = [], []  # of the learned tokens of each sequence
     for number, row in enumerate(rows):
-        num_prompt_tokens = samples.num_prompt_tokens(row.samples[0])
-        end = num_prompt_tokens
+        end = samples.num_prompt_tokens(row.samples[0])
         input_ids[number, :end] = samples.tokens[samples.span(row.samples[0])][:end]
         position_ids[number, :end] = np.arange(end)
         for order, sample in enumerate(row.samples, start=1):
-            span = samples.span(sample)
+            num_prompt_tokens, span = samples.num_prompt_tokens(sample), samples.span(sample)
             response = np.arange(span.start + num_prompt_tokens, span.stop)
             begin, end = end, end + len(response) - 1
             input_ids[number, begin:end] = samples.tokens[response[:-1]]
             position_ids[number, begin:end] = num_prompt_tokens + np.arange(end - begin)
             segment[number, begin:end] = order
-            columns = np.arange(begin - 1, end)
-            columns[0] = num_prompt_tokens - 1
+            predicting = np.concatenate([[num_prompt_tokens - 1], np.arange(begin, end)])
             learned = samples.loss_mask[response] == 1
-            tokens.append((np.full(learned.sum(), number), columns[learned], response[learned]))
+            columns.append(predicting[learned])
+            indices.append(response[learned])
         segment[number, end:] = len(row.samples) + 1
-    index = np.concatenate([index for _, _, index in tokens])
-    counts = [len(index) for _, _, index in tokens]
+    chosen = np.array([sample for row in rows for sample in row.samples])
+    row_of = np.repeat(np.arange(len(rows)), [len(row.samples) for row in rows])
+    counts = [len(index) for index in indices]
+    index = np.concatenate(indices)
     return Batch(
         input_ids=input_ids,
         position_ids=position_ids,
-        visible=_visible(segment) if any(len(row.samples) > 1 for row in rows) else None,
+        visible=_visible(segment) if len(chosen) > len(rows) else None,
         index=index,
-        row=np.concatenate([row for row, _, _ in tokens]),
-        column=np.concatenate([column for _, column, _ in tokens]),
+        row=np.repeat(row_of, counts),
+        column=np.concatenate(columns),
         target=samples.tokens[index],
         sampler_logprobs=samples.sampler_logprobs[index],
         advantage=np.repeat(samples.advantage[chosen], counts),

@@ -126,10 +126,9 @@ class DeepSpeedLearner:
             shutil.rmtree(self._files, ignore_errors=True)
 
     def _load(self, policy: Path, command: Mapping[str, Any]) -> None:
-        fresh = self._ranks is None
-        self.start()
         _copy_files(policy, self._files, self._dtype)
-        if fresh or not self._loaded:
+        self.start()
+        if not self._loaded:
             self._command({"call": "configure", **self._settings})
         self._command(command)
         self._loaded = True
@@ -138,6 +137,7 @@ class DeepSpeedLearner:
         metrics: Mapping[str, float] = self._call(command)
         wrong = [name for name, value in metrics.items() if not math.isfinite(value)]
         if wrong:
+            self._loaded = False
             raise LearnerFault(f"the update gave {wrong[0]} {metrics[wrong[0]]}: lower learner.learning_rate")
         return metrics
 
@@ -164,15 +164,15 @@ class DeepSpeedLearner:
 
 def _copy_files(policy: Path, target: Path, dtype: str) -> None:
     """Everything of the policy folder but its weights: config, tokenizer, chat template."""
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
     try:
-        for path in sorted(policy.iterdir()):
-            if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES):
-                shutil.copyfile(path, target / path.name)
-        config = json.loads((target / "config.json").read_text())
+        config = json.loads((policy / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise LearnerFault(f"{policy} is not a Hugging Face policy folder: {error}") from error
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    for path in sorted(policy.iterdir()):
+        if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES):
+            shutil.copyfile(path, target / path.name)
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
     (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

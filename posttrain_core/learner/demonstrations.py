@@ -20,23 +20,30 @@ def encode(path: Path, tokenizer_folder: Path) -> SampleArrays:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
     demonstrations = json.loads(path.read_text())
-    prompts = [
-        tokenizer.apply_chat_template(
-            [_message(message) for message in demonstration["prompt"]], add_generation_prompt=True, tokenize=False
-        )
-        for demonstration in demonstrations
-    ]
     responses = [demonstration["response"] for demonstration in demonstrations]
     end = [tokenizer.eos_token_id]
     return from_demonstrations(
-        tokenizer(prompts, add_special_tokens=False)["input_ids"],
+        [_prompt(tokenizer, demonstration["prompt"]) for demonstration in demonstrations],
         [ids + end for ids in tokenizer(responses, add_special_tokens=False)["input_ids"]],
     )
 
 
-def _message(message: dict[str, Any]) -> dict[str, Any]:
+def _prompt(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+    """As the sampler encodes it: without a chat template, a "role: content" line each and "assistant:" last."""
+    if not tokenizer.chat_template:
+        lines = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return list(tokenizer(lines + "assistant:")["input_ids"])
+    text = tokenizer.apply_chat_template(
+        [_chat_message(message) for message in messages], add_generation_prompt=True, tokenize=False
+    )
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _chat_message(message: dict[str, Any]) -> dict[str, Any]:
     """As chat templates want it: tool calls only where there are any, and as a list."""
-    plain: dict[str, Any] = {"role": message["role"], "content": message["content"]}
+    chat: dict[str, Any] = {"role": message["role"], "content": message["content"]}
     if message["tool_calls"]:
-        plain["tool_calls"] = json.loads(message["tool_calls"])
-    return plain
+        chat["tool_calls"] = json.loads(message["tool_calls"])
+    if message["tool_call_id"]:
+        chat["tool_call_id"] = message["tool_call_id"]
+    return chat

@@ -133,6 +133,8 @@ def init_distributed(rendezvous: Path, threads: int) -> Rank:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", number) if on_gpu else torch.device("cpu")
     if on_gpu:
+        if world_size > torch.cuda.device_count():
+            raise LearnerFault(f"learner.num_ranks is {world_size}, this machine has {torch.cuda.device_count()} GPUs")
         torch.cuda.set_device(device)
     store = dist.FileStore(str(rendezvous), world_size)  # type: ignore[attr-defined]
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=number, world_size=world_size)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.modeling_utils  # noqa: F401  (loaded lazily otherwise: seconds, when somebody waits)
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -34,6 +34,12 @@ class _Rank:
     pending: bytes = field(default=b"")
 
 
+class _HungUp(Exception):
+    def __init__(self, rank: _Rank) -> None:
+        super().__init__()
+        self.rank = rank
+
+
 class RankGroup:
     """Starts the ranks and returns at once; they import for some seconds while `call` can already be given."""
 
@@ -57,6 +63,12 @@ class RankGroup:
             for rank in self._ranks:
                 _write(rank, data)
             return self._results(progress)[0]
+        except _HungUp as hung_up:
+            # A rank that is killed takes the others down with it: name the one that was killed.
+            killed = [rank for rank in self._ranks if (rank.process.poll() or 0) < 0]
+            fault = _ended(killed[0] if killed else hung_up.rank)
+            self.stop(grace=0.0)
+            raise fault from None
         except BaseException:
             self.stop(grace=0.0)
             raise
@@ -134,8 +146,6 @@ def _environment(number: int, num_ranks: int, threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
-        # A parent's own choice of accelerator wins; otherwise DeepSpeed would probe for compilers and devices.
-        "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cuda" if Path("/dev/nvidiactl").exists() else "cpu"),
     }
 
 
@@ -148,14 +158,14 @@ def _write(rank: _Rank, data: bytes) -> None:
         for message in _read(rank):
             if "fault" in message:
                 raise LearnerFault(message["fault"]) from None
-        raise _ended(rank) from None
+        raise _HungUp(rank) from None
 
 
 def _read(rank: _Rank) -> list[dict[str, Any]]:
-    """The complete messages that have arrived. Raises LearnerFault when the rank has hung up."""
+    """The complete messages that have arrived. Raises _HungUp when none can arrive any more."""
     data = os.read(rank.reply_fd, 65536)
     if not data:
-        raise _ended(rank)
+        raise _HungUp(rank)
     *lines, rank.pending = (rank.pending + data).split(b"\n")
     return [json.loads(line) for line in lines]
 

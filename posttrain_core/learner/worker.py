@@ -70,6 +70,10 @@ class Worker:
 
     def __init__(self, rendezvous: Path, threads: int, reply_fd: int) -> None:
         # Imported here so that the watch over the parent already runs while the seconds of import pass.
+        import torch
+
+        # Otherwise DeepSpeed probes for devices and compilers.
+        os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
         from posttrain_core.learner import engine, model
 
         self._engines, self._models = engine, model
