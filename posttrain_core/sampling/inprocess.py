@@ -128,7 +128,7 @@ class InProcessSampler:
         return fitting
 
     def _build(self, folder: Path) -> None:
-        transformers_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         built: Any = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype=self._dtype, output_loading_info=True

@@ -1,6 +1,7 @@
 """What every sampler promises, checked on both implementations."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +52,13 @@ def requests_for(sampler: Sampler, count: int = 12, temperature: float = 1.0) ->
 def test_same_call_gives_same_completions_bit_for_bit(sampler: Sampler) -> None:
     requests = requests_for(sampler)
     assert sampler.sample(requests) == sampler.sample(requests)
+
+
+def test_calls_from_several_threads_do_not_mix(sampler: Sampler) -> None:
+    batches = [requests_for(sampler)[start : start + 3] for start in range(0, 12, 3)]
+    expected = [sampler.sample(batch) for batch in batches]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(sampler.sample, batches)) == expected
 
 
 def test_seeds_make_completions_differ(sampler: Sampler) -> None:
