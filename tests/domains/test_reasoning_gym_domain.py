@@ -22,7 +22,9 @@ NOTHING = Execution("r", ExecutionStatus.NOTHING)
 
 @pytest.fixture(scope="module")
 def sums() -> Iterator[ReasoningGymDomain]:
-    config = ReasoningGymDomainConfig(generator="basic_arithmetic", options=SUMS, num_problems=300)
+    config = ReasoningGymDomainConfig(
+        generator="basic_arithmetic", options=SUMS, num_problems=300, demonstration_quality=0.3
+    )
     domain = ReasoningGymDomain("sums", config)
     yield domain
     domain.close()
@@ -83,17 +85,12 @@ def test_a_truncated_rollout_keeps_its_outcome(sums: ReasoningGymDomain) -> None
     assert verdict.outcome is Outcome.TRUNCATED
 
 
-def test_demonstrations_have_the_quality_asked_for_and_come_from_the_training_split() -> None:
-    config = ReasoningGymDomainConfig(
-        generator="basic_arithmetic", options=SUMS, num_problems=300, demonstration_quality=0.3
-    )
-    domain = ReasoningGymDomain("sums", config)
-    answers = {p.prompt[0].content: p.hidden["answer"] for p in problems(domain, Split.TRAIN)}
-    demonstrations = domain.demonstrations(2000, seed=5)
+def test_demonstrations_have_the_quality_asked_for_and_come_from_the_training_split(sums: ReasoningGymDomain) -> None:
+    answers = {p.prompt[0].content: p.hidden["answer"] for p in problems(sums, Split.TRAIN)}
+    demonstrations = sums.demonstrations(2000, seed=5)
     right = sum(answers[d.prompt[0].content] == d.response for d in demonstrations)
     assert 0.25 < right / len(demonstrations) < 0.35
-    assert domain.demonstrations(50, seed=5) == demonstrations[:50]
-    domain.close()
+    assert sums.demonstrations(50, seed=5) == demonstrations[:50]
 
 
 def test_an_unknown_generator_is_answered_with_the_nearest_names() -> None:
