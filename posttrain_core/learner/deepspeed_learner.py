@@ -56,7 +56,7 @@ class DeepSpeedLearner:
 
     def start(self) -> None:
         """Start the rank processes without waiting for them."""
-        with self._lock:
+        with self._lock, _writing(self._scratch):
             if self._ranks is None:
                 self._ranks = RankGroup(self._config.num_ranks, self._config.threads_per_rank, self._scratch)
 
@@ -108,13 +108,11 @@ class DeepSpeedLearner:
         return values
 
     def save_checkpoint(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with self._lock:
+        with self._lock, _writing(folder):
             self._call({"call": "save_checkpoint", "folder": str(folder)})
 
     def export_policy(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with self._lock:
+        with self._lock, _writing(folder):
             self._call({"call": "export_weights", "path": str(folder / WEIGHTS_FILE)})
             shutil.copytree(self._files, folder, dirs_exist_ok=True)
 
@@ -126,7 +124,8 @@ class DeepSpeedLearner:
             shutil.rmtree(self._files, ignore_errors=True)
 
     def _load(self, policy: Path, command: Mapping[str, Any]) -> None:
-        _copy_files(policy, self._files, self._dtype)
+        with _writing(self._scratch):
+            _copy_files(policy, self._files, self._dtype)
         self.start()
         if not self._loaded:
             self._command({"call": "configure", **self._settings})
@@ -157,9 +156,18 @@ class DeepSpeedLearner:
     @contextmanager
     def _handover(self) -> Iterator[Path]:
         """A folder for what the ranks are to read, gone afterwards."""
-        self._scratch.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=self._scratch, prefix="handover-") as folder:
+        with _writing(self._scratch), TemporaryDirectory(dir=self._scratch, prefix="handover-") as folder:
             yield Path(folder)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """`folder` exists inside the block, and what the system refuses there (a full disk) is a LearnerFault."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise LearnerFault(f"the learner cannot write in {folder}: {error}") from error
 
 
 def _copy_files(policy: Path, target: Path, dtype: str) -> None:

@@ -41,10 +41,12 @@ class _HungUp(Exception):
 
 
 class RankGroup:
-    """Starts the ranks and returns at once; they import for some seconds while `call` can already be given."""
+    """Starts the ranks and returns at once; they import for some seconds while `call` can already be given.
+
+    `scratch` exists; the ranks' logs go there.
+    """
 
     def __init__(self, num_ranks: int, threads_per_rank: int, scratch: Path) -> None:
-        scratch.mkdir(parents=True, exist_ok=True)
         rendezvous = scratch / f"rendezvous-{uuid.uuid4().hex}"
         threads = threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_ranks)
         self._ranks: list[_Rank] = []

@@ -83,8 +83,11 @@ def reinforce(
         learning_rate = config.learning_rate * min(1.0, (engine.num_steps + 1) / max(1, config.warmup_steps))
         grad_norms.append(engine.step(learning_rate, config.weight_decay))
         progress(number, len(steps))
+    measured = totals.metrics(len(steps))
+    if reference is None:
+        del measured["kl"]
     return {
-        **totals.metrics(len(steps)),
+        **measured,
         "grad_norm": float(np.mean(grad_norms)),
         "learning_rate": learning_rate,
         "num_steps": float(engine.num_steps),
@@ -152,11 +155,12 @@ class Totals:
         self._largest_difference = torch.zeros(1, dtype=torch.float64, device=rank.device)
 
     def add(self, loss: Tensor, kl: Tensor, entropy: Tensor, clipped: Tensor, log_ratio: Tensor) -> None:
+        log_ratio = log_ratio.double()  # in float32 the square of a ratio overflows at e^44
         ratio = log_ratio.exp()
         sums = (kl, entropy, clipped, log_ratio.abs(), ratio, ratio.square())
         count = torch.tensor(float(len(ratio)), dtype=torch.float64, device=self._rank.device)
         self._sums += torch.stack([loss.double(), count, *(column.double().sum() for column in sums)])
-        self._largest_difference = torch.maximum(self._largest_difference, log_ratio.abs().double().max())
+        self._largest_difference = torch.maximum(self._largest_difference, log_ratio.abs().max())
 
     def metrics(self, num_steps: int) -> dict[str, float]:
         """Means over all tokens of all ranks; `ess_share` is the effective sample size of the importance weights."""

@@ -253,6 +253,18 @@ def test_a_setting_without_effect_is_refused_before_anything_starts(tmp_path: Pa
         DeepSpeedLearner(DeepSpeedLearnerConfig(), algorithm, "float32", 8, tmp_path)
 
 
+def test_the_parent_needs_no_torch() -> None:
+    code = "import sys, posttrain_core.learner.deepspeed_learner; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
+
+
+def test_what_the_system_refuses_is_a_fault_of_the_learner(single: DeepSpeedLearner, policy: Path) -> None:
+    single.load_weights(policy)
+    with pytest.raises(LearnerFault, match="cannot write in /proc/nowhere"):
+        single.export_policy(Path("/proc/nowhere"))
+    assert single.update(FIRST, seed=1)["num_steps"] == 1
+
+
 def test_close_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
     learner = make_learner(
         RunConfig.model_validate({"model": {"path": "x"}, "domains": {"d": {"type": "program"}}}), tmp_path

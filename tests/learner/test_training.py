@@ -140,6 +140,12 @@ def test_sampler_difference_and_effective_sample_size(policy: Path, arrays: Samp
     assert metrics["ess_share"] == pytest.approx(expected)
 
 
+def test_a_token_that_the_sampler_held_impossible_gives_finite_metrics(policy: Path, arrays: SampleArrays) -> None:
+    metrics = run(PlainEngine(policy), replace(arrays, sampler_logprobs=arrays.sampler_logprobs * 30), {})
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert "kl" not in metrics
+
+
 def test_truncation_bounds_what_an_unlikely_token_weighs(policy: Path, arrays: SampleArrays) -> None:
     surprising = replace(arrays, sampler_logprobs=arrays.sampler_logprobs * 10)
     settings = {"preset": "rloo", "importance": {"type": "none"}}
