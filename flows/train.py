@@ -13,6 +13,7 @@ from prefect import flow
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows import pipeline
@@ -80,5 +81,7 @@ def holding(services: Services) -> Iterator[None]:
 
 def _iterate_as_subflow(services: Services, iteration: int) -> Manifest:
     config = services.run.config
-    version = iterate.with_options(task_runner=_threads(config.prefect.max_workers))(config, iteration)
+    # The parent flow run has a heartbeat. A second one would be waited for at the end of each iteration: a second.
+    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+        version = iterate.with_options(task_runner=_threads(config.prefect.max_workers))(config, iteration)
     return services.run.policy(version)
