@@ -133,6 +133,12 @@ def semantic_state(root: Path) -> dict[str, str]:
     return state
 
 
+def policy_digests(root: Path) -> list[str]:
+    """Of the weights of every version ever published, kept or not."""
+    manifests = [parse_manifest(path.read_bytes(), str(path)) for path in root.glob("runs/*/manifests/*/publish.json")]
+    return [ref.digest for manifest in manifests for ref in manifest.named(".safetensors")]
+
+
 def committed(root: Path) -> set[Work]:
     """The work whose result is in the store."""
     done: set[Work] = set()

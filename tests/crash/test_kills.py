@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from posttrain_core.config import RunConfig
-from tests.crash.harness import committed, computed, finish, kill, launch, run_to_end, semantic_state
+from tests.crash.harness import committed, computed, finish, kill, launch, policy_digests, run_to_end, semantic_state
 
 STAGES = ("plan", "generate", "execute", "verify", "update", "publish")
 # In the order in which a run comes to them.
@@ -29,6 +29,10 @@ INSIDE = [
 ]
 
 
+# The first four each solve one problem of the iterations 0 to 3, so that each has something to learn.
+RESPONSES = ["2-9*x", "6*x*x+1", "x*x+3", "9*x+2", ""]
+
+
 def scripted(store: str | Path, **changes: Any) -> RunConfig:
     settings: dict[str, Any] = {
         "run": "r",
@@ -37,7 +41,7 @@ def scripted(store: str | Path, **changes: Any) -> RunConfig:
         "domains": {"program": {"type": "program"}},
         "plan": {"problems_per_iteration": 6, "group_size": 4, "rollouts_per_shard": 12},
         "eval": {"every": 2, "num_problems": 6, "samples_per_problem": 2},
-        "sampler": {"type": "scripted", "responses": ["x+1", "x*2", "3*x", "(", ""]},
+        "sampler": {"type": "scripted", "responses": RESPONSES},
         "learner": {"type": "numpy"},
         "checkpoint": {"every": 2, "keep_last": 1},
     }
@@ -51,6 +55,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     work = Counter(computed(root))
     assert max(work.values()) == 1
     assert len(work) >= 4 * (3 + 2 * 3)
+    assert len(set(policy_digests(root))) == 1 + 4, "an iteration that learns nothing proves nothing"
     return semantic_state(root)
 
 
