@@ -12,8 +12,6 @@ from posttrain_core.inspect.catalogue import STAGES, Run
 from posttrain_core.layout import Scope
 from posttrain_core.records import Purpose
 
-_ROLL_OUT = STAGES[:4]  # an evaluation ends with its verdicts
-
 
 @dataclass(frozen=True)
 class Holder:
@@ -85,15 +83,15 @@ def _next(run: Run, version: int) -> tuple[Scope | None, str]:
     if on_schedule or version >= run.config.iterations:
         evaluation = Scope(version, Purpose.EVAL)
         if version not in run.evaluations:
-            return evaluation, _first_missing(run, evaluation, _ROLL_OUT)
+            return evaluation, _first_missing(run, evaluation)
         goal = run.config.stop.eval_pass_rate
         if version >= run.config.iterations or (goal is not None and _pass_rate(run, version) >= goal):
             return None, ""
-    return Scope(version), _first_missing(run, Scope(version), STAGES)
+    return Scope(version), _first_missing(run, Scope(version))
 
 
-def _first_missing(run: Run, scope: Scope, stages: tuple[str, ...]) -> str:
-    return next(stage for stage in stages if stage not in run.committed.get(scope, ()))
+def _first_missing(run: Run, scope: Scope) -> str:
+    return next(stage for stage in STAGES if stage not in run.committed.get(scope, ()))
 
 
 def _last_metrics(run: Run) -> dict[str, float]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
-import pyarrow.fs as fs
 
 from posttrain_core.inspect.catalogue import Run
 from posttrain_core.manifest import ObjectRef, read_object
@@ -21,7 +20,7 @@ STAGE_OF_TABLE = {
     "verdicts": "verify",
     "samples": "update",
 }
-_SMALL_BYTES = 1 << 20  # an object this small is fetched whole
+_SMALL_BYTES = 1 << 20  # up to here a request more costs more than the bytes
 _FORMAT = ds.ParquetFileFormat(
     default_fragment_scan_options=ds.ParquetFragmentScanOptions(page_checksum_verification=True)
 )
@@ -64,14 +63,11 @@ def _where(run: Run, name: str, purpose: Purpose) -> tuple[Any, str]:
 
 
 def _fragment(store: ObjectStore, ref: ObjectRef, place: ds.Expression) -> ds.Fragment:
-    path = store.local_path(ref.key)
-    if path is not None:
-        return _FORMAT.make_fragment(str(path), filesystem=fs.LocalFileSystem(), partition_expression=place)
     return _FORMAT.make_fragment(pa.PythonFile(_ObjectFile(store, ref), "r"), partition_expression=place)
 
 
 class _ObjectFile(io.RawIOBase):
-    """An object as a file that fetches what is read of it."""
+    """An object as a file that fetches what is read of it: ranges of a large one, a small one whole and checked."""
 
     def __init__(self, store: ObjectStore, ref: ObjectRef) -> None:
         self._store, self._ref = store, ref
@@ -105,5 +101,5 @@ class _ObjectFile(io.RawIOBase):
             return self._store.get_range(self._ref.key, start, size)
         with self._lock:
             if self._whole is None:
-                self._whole = self._store.get(self._ref.key)
+                self._whole = read_object(self._store, self._ref)
         return self._whole[start : start + size]

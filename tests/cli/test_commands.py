@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -202,12 +203,28 @@ class StaleStore(MemoryStore):
         return info.etag if info else None
 
 
+class RacyStore(MemoryStore):
+    """A server that looks first and writes later: right for one writer, wrong for several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._all_have_looked = threading.Barrier(8)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        found = self.stat(key)
+        if key.endswith("/race"):
+            self._all_have_looked.wait(10)
+        if found is None:
+            self.put(key, data)
+        return found is None
+
+
 def test_doctor_tries_conditional_writes(tmp_path: Path) -> None:
     memory, local = MemoryStore(), LocalStore(tmp_path / "store")
     for store in (memory, local):
         check_store(store)
         assert list(store.list("")) == []
-    for broken in (ForgetfulStore(), StaleStore()):
+    for broken in (ForgetfulStore(), StaleStore(), RacyStore()):
         with pytest.raises(StoreError, match="conditional writes do not work"):
             check_store(broken)
         assert list(broken.list("")) == []

@@ -14,7 +14,7 @@ from posttrain_core.inspect import Run, list_runs, open_run
 from posttrain_core.inspect.query import sql
 from posttrain_core.inspect.tables import STAGE_OF_TABLE, dataset, read
 from posttrain_core.layout import Scope
-from posttrain_core.manifest import Manifest, commit_manifest, commit_table
+from posttrain_core.manifest import Manifest, ObjectRef, commit_manifest, commit_table
 from posttrain_core.records import Execution, FinishReason, Outcome, Purpose, Rollout
 from posttrain_core.store import open_store
 from posttrain_core.store.local import LocalStore
@@ -80,6 +80,27 @@ def test_objects_that_no_manifest_names_are_not_there(own_store: Path) -> None:
     assert None not in rows["execution_status"].to_pylist()
 
 
+def test_a_flipped_bit_anywhere_is_found(own_store: Path) -> None:
+    path = next(own_store.glob("runs/r/verdicts/*/iteration=00001/shard=0001.parquet"))
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 251):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 8]) + whole[place + 1 :])
+        with pytest.raises(ObjectCorrupt, match="shard=0001"):
+            read(open_run(str(own_store), "r"), "verdicts")
+
+
+def test_a_large_object_is_checked_page_by_page() -> None:
+    store = MemoryStore()
+    run, ref = big_run(store)
+    whole = store.get(ref.key)
+    for tenth in range(1, 10):  # somewhere among the token columns, which are nearly all of it
+        at = len(whole) * tenth // 10
+        store.put(ref.key, whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ObjectCorrupt, match=ref.key):
+            read(run, "rollouts", ["response_ids", "sampler_logprobs"])
+    assert read(run, "rollouts", ["rollout_id"]).num_rows == 1500  # what is not read is not checked
+
+
 @pytest.mark.parametrize("memory", [False, True])
 def test_damage_is_named(memory: bool, own_store: Path) -> None:
     path = next(own_store.glob("runs/r/verdicts/*/iteration=00001/shard=0001.parquet"))
@@ -123,15 +144,20 @@ class CountingStore(MemoryStore):
 
 def test_only_the_columns_that_are_asked_for_are_fetched() -> None:
     store = CountingStore()
-    ref = commit_table(store, layout.table("big", "rollouts", Scope(0), 0), "rollouts", big_rollouts(1500), {})
-    manifest = Manifest("generate", 0, {}, (ref,))
-    commit_manifest(store, layout.manifest("big", Scope(0), "generate"), manifest, lambda: None)
-    assert ref.num_bytes > 2 << 20
-    run = Run(store, "big")
+    run, ref = big_run(store)
     store.num_bytes = 0
     assert dataset(run, "rollouts").to_table(columns=["rollout_id"], filter=ds.field("seed") == 7).num_rows == 1
     assert sql(run, "select sum(seed) s from rollouts").to_pylist() == [{"s": sum(range(1500))}]
     assert store.num_bytes < ref.num_bytes / 4
+
+
+def big_run(store: MemoryStore) -> tuple[Run, ObjectRef]:
+    """A run that has generated one shard of more than 2 MiB."""
+    ref = commit_table(store, layout.table("big", "rollouts", Scope(0), 0), "rollouts", big_rollouts(1500), {})
+    assert ref.num_bytes > 2 << 20
+    manifest = Manifest("generate", 0, {}, (ref,))
+    commit_manifest(store, layout.manifest("big", Scope(0), "generate"), manifest, lambda: None)
+    return Run(store, "big"), ref
 
 
 def big_rollouts(num: int) -> list[Rollout]:
