@@ -1,4 +1,4 @@
-"""The same arithmetic, model and settings as examples/bench.yaml under TRL's GRPOTrainer, for a comparison side by side.
+"""The arithmetic, model and settings of examples/bench.yaml under TRL's GRPOTrainer, for a comparison side by side.
 
     python3.11 -m venv .venv-trl && .venv-trl/bin/pip install torch==2.13.0
     .venv-trl/bin/pip install trl==1.16.0 transformers==5.24.0 reasoning-gym==0.1.25

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from flows.cli.config_file import load_config
 from flows.cli.reporting import print_report
@@ -15,6 +16,7 @@ from posttrain_core.inspect import charts
 from posttrain_core.inspect.catalogue import Run, open_run
 from posttrain_core.inspect.report import report
 from posttrain_core.inspect.samples import Attempt, held_out_attempts
+from posttrain_core.inspect.text import visible
 
 _EXAMPLE = Path(__file__).parents[2] / "examples" / "demo.yaml"
 _NUM_SHOWN = 3
@@ -64,12 +66,12 @@ def attempts_table(run: Run) -> Table:
     before = held_out_attempts(run, first)
     after = {attempt.problem_id: attempt for attempt in held_out_attempts(run, last)}
     for attempt in before[:_NUM_SHOWN]:
-        table.add_row(attempt.prompt, _outcome(attempt), _outcome(after[attempt.problem_id]))
+        table.add_row(Text(attempt.prompt), _outcome(attempt), _outcome(after[attempt.problem_id]))
     return table
 
 
-def _outcome(attempt: Attempt) -> str:
-    return f"{attempt.text}\nreward {attempt.reward:g}"
+def _outcome(attempt: Attempt) -> Text:
+    return Text(f"{visible(attempt.text)}\nreward {attempt.reward:g}")
 
 
 def next_commands(run: Run, store: str) -> list[str]:

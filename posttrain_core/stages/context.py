@@ -164,9 +164,12 @@ def semantic_settings(value: Any) -> Any:
 
 
 def open_run(store: ObjectStore, config: RunConfig) -> None:
-    """Write `run.json`, or check that the one found has the same semantic settings."""
+    """Write `run.json`, or check that the one found has the same semantic settings and put the operational ones down.
+
+    Only the lease holder may call it. `first_config` keeps the settings that the run was started with.
+    """
     key = layout.run_record(config.run)
-    record = {
+    record: dict[str, Any] = {
         "config": config.model_dump(mode="json"),
         "code_version": code_version(),
         "environment": environment(),
@@ -176,10 +179,15 @@ def open_run(store: ObjectStore, config: RunConfig) -> None:
         return
     known = read_config(store, config.run)
     check_fingerprint(key, fingerprint({}, semantic_settings(known)), fingerprint({}, semantic_settings(config)))
+    info = store.stat(key)
+    if known != config and info is not None:
+        found = json.loads(store.get(key))
+        found = {"first_config": found["config"]} | found | {"config": record["config"]}
+        store.put_if_match(key, json.dumps(found, indent=1).encode(), info.etag)
 
 
 def read_config(store: ObjectStore, run: str) -> RunConfig:
-    """The configuration a run was started with; ConfigError when there is no such run."""
+    """The settings that a run last went by; ConfigError when there is no such run."""
     key = layout.run_record(run)
     try:
         data = store.get(key)
