@@ -3,16 +3,18 @@
 import json
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from flows import bench as measuring
 from flows.cli.config_file import load_config
 from flows.cli.run import Overrides, WithPrefect, execute
 from posttrain_core.config import RunConfig
+
+if TYPE_CHECKING:
+    from flows.bench import Bench
 
 _EXAMPLE = Path(__file__).parents[2] / "examples" / "bench.yaml"
 
@@ -27,6 +29,8 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure where the time of an iteration goes, in a temporary store."""
+    from flows import bench as measuring
+
     console = Console(stderr=True)
     idle = measuring.idle_cpu_share()
     if idle < 0.9:
@@ -53,7 +57,7 @@ def _config(path: Path | None, overrides: list[str], folder: Path, iterations: i
     return load_config(path or _EXAMPLE, [*overrides, *forced])
 
 
-def _table(result: measuring.Bench, price: float) -> Table:
+def _table(result: "Bench", price: float) -> Table:
     title = f"One iteration, mean of {result.num_iterations}: {result.iteration_seconds:.2f} s"
     table = Table(title=title, show_header=False)
     for stage in result.stages:

@@ -73,9 +73,9 @@ def make_tiny_llama(
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a tiny random Llama model in Hugging Face layout.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    make_tiny_llama(arguments.folder, arguments.seed)
+    for name, value in (("seed", 0), ("hidden-size", 128), ("num-layers", 3), ("num-heads", 8)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    make_tiny_llama(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":
