@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from posttrain_core.config import RunConfig
@@ -59,30 +60,50 @@ def open_services(config: RunConfig, scratch: Path, progress: Progress | None = 
         yield Services(run, sampler, sandbox, LearnerSession(run, learner), Retention(run))
 
 
-def train(
-    services: Services, runner: Runner, one_iteration: Callable[[Services, int], Manifest] | None = None
-) -> Manifest:
+Block = Callable[[Services, int, int], None]  # iterations from the first up to, not including, the last
+
+
+def train(services: Services, runner: Runner, block: Block | None = None) -> int:
     """Iterations until the stop rule holds. Whatever the store already holds is adopted. Returns the last version.
 
-    `one_iteration` stands in for `iterate` where an iteration is more than a call (a flow run of its own).
+    `block` stands in for `iterate_block` where a block of iterations is more than a call (a flow run of its own).
     """
-    step = one_iteration or (lambda services, iteration: iterate(services, runner, iteration))
+    run, run_block = services.run, block or partial(iterate_block, runner=runner)
+    begin(services, runner)
+    for first, last in blocks(run.config):
+        due = first % run.config.eval.every == 0 and _can_evaluate(run, first)
+        if due and stops(run, evaluate(services, runner, first)):
+            return first
+        if run.find_policy(last) is None:
+            run_block(services, first, last)
+    if _can_evaluate(run, run.config.iterations):
+        evaluate(services, runner, run.config.iterations)
+    return run.config.iterations
+
+
+def begin(services: Services, runner: Runner) -> Manifest:
+    """Policy version 0, with the warm start where there is one."""
+    label = Label(services.run.name, Scope(0), "start")
+    policy: Manifest = runner.submit(label, start, services.run, services.session).result()
+    return policy
+
+
+def blocks(config: RunConfig) -> list[tuple[int, int]]:
+    """The iterations in stretches without an evaluation, each at most `prefect.iterations_per_flow_run` long."""
+    steps = (config.eval.every, config.prefect.iterations_per_flow_run)
+    cuts = sorted({config.iterations} | {cut for step in steps for cut in range(0, config.iterations, step)})
+    return list(pairwise(cuts))
+
+
+def iterate_block(services: Services, first: int, last: int, runner: Runner) -> None:
+    """The iterations of a block that have not been published yet, one after another."""
     run = services.run
-    label = Label(run.name, Scope(0), "start")
-    policy: Manifest = runner.submit(label, start, run, services.session).result()
-    for iteration in range(run.config.iterations):
-        due = iteration % run.config.eval.every == 0 and _can_evaluate(run, iteration)
-        if due and stops(run, evaluate(services, runner, iteration)):
-            return policy
-        found = run.find_policy(iteration + 1)
-        policy = found or step(services, iteration)
-        if found is None:
+    for iteration in range(first, last):
+        if run.find_policy(iteration + 1) is None:
+            iterate(services, runner, iteration)
             run.progress.note(_summary(run, Scope(iteration)))
         run.progress.advance("iterations", iteration + 1, run.config.iterations)
         services.retention.apply(iteration + 1)
-    if _can_evaluate(run, run.config.iterations):
-        evaluate(services, runner, run.config.iterations)
-    return policy
 
 
 def iterate(services: Services, runner: Runner, iteration: int) -> Manifest:

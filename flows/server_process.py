@@ -13,6 +13,8 @@ import sys
 import threading
 from pathlib import Path
 
+NICENESS = 10  # what it writes down can wait; the stages on the same cores cannot
+
 
 def watch_users(users_lock: Path, state_file: Path) -> None:
     """Ends this process when its last user is gone. SQLite survives that, so there is nothing to wind down."""
@@ -24,6 +26,7 @@ def watch_users(users_lock: Path, state_file: Path) -> None:
 
 def main(socket_fd: int, users_lock: Path, state_file: Path) -> None:
     threading.Thread(target=watch_users, args=(users_lock, state_file), daemon=True).start()
+    os.nice(NICENESS)
     import uvicorn
     from prefect.server.api import collections
     from prefect.server.api.server import create_app

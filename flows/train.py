@@ -20,7 +20,6 @@ from flows import pipeline
 from flows.pipeline import Services, open_services
 from flows.scratch import scratch_folder
 from posttrain_core.config import RunConfig
-from posttrain_core.manifest import Manifest
 from tasks.artifacts import curve_artifact, iteration_artifact
 from tasks.prefect_runner import PrefectRunner
 
@@ -35,26 +34,33 @@ def _run_name() -> str:
     parameters = flow_run.parameters
     config = parameters["config"]
     name = config["run"] if isinstance(config, dict) else config.run
-    return f"{name} iteration {parameters['iteration']}" if "iteration" in parameters else str(name)
+    if "iteration" not in parameters:
+        return str(name)
+    first, count = parameters["iteration"], parameters.get("count", 1)
+    return f"{name} iteration {first}" if count == 1 else f"{name} iterations {first} to {first + count - 1}"
 
 
 @flow(flow_run_name=_run_name, persist_result=False, task_runner=_threads(4))
 def train(config: RunConfig) -> int:
     """Start or resume a run and go on until its stop rule holds. Returns the last policy version."""
     with services_for(config) as services:
-        policy = pipeline.train(services, PrefectRunner(config.prefect), one_iteration=_iterate_as_subflow)
+        version = pipeline.train(services, PrefectRunner(config.prefect), block=_as_subflow)
         curve_artifact(services.run)
-        get_run_logger().info("run %s is at policy version %d", config.run, policy.iteration + 1)
-        return policy.iteration + 1
+        get_run_logger().info("run %s is at policy version %d", config.run, version)
+        return version
 
 
 @flow(flow_run_name=_run_name, persist_result=False, task_runner=_threads(4))
-def iterate(config: RunConfig, iteration: int) -> int:
-    """One iteration of a run that has reached it: plan, generate, execute, verify, update, publish."""
+def iterate(config: RunConfig, iteration: int, count: int = 1) -> int:
+    """Iterations of a run that has reached the first of them: plan, generate, execute, verify, update, publish."""
     with services_for(config) as services:
-        pipeline.iterate(services, PrefectRunner(config.prefect), iteration)
-        iteration_artifact(services.run, iteration)
-        return iteration + 1
+        runner = PrefectRunner(config.prefect)
+        if iteration == 0:
+            pipeline.begin(services, runner)
+        for number in range(iteration, iteration + count):
+            pipeline.iterate_block(services, number, number + 1, runner)
+            iteration_artifact(services.run, number)
+        return iteration + count
 
 
 @contextmanager
@@ -79,9 +85,8 @@ def holding(services: Services) -> Iterator[None]:
         _OPEN.reset(token)
 
 
-def _iterate_as_subflow(services: Services, iteration: int) -> Manifest:
+def _as_subflow(services: Services, first: int, last: int) -> None:
     config = services.run.config
-    # The parent flow run has a heartbeat. A second one would be waited for at the end of each iteration: a second.
+    # The parent flow run has a heartbeat. A second one would be waited for at the end of each block: a second.
     with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-        version = iterate.with_options(task_runner=_threads(config.prefect.max_workers))(config, iteration)
-    return services.run.policy(version)
+        iterate.with_options(task_runner=_threads(config.prefect.max_workers))(config, first, last - first)

@@ -220,6 +220,11 @@ class CheckpointConfig(Section):
 
 class PrefectConfig(Section):
     max_workers: int = operational(4, "Tasks of an iteration at once.", ge=1)
+    iterations_per_flow_run: int = operational(
+        10,
+        "Iterations that share a flow run: each costs about 0.15 s, and one with hundreds of tasks is slow to show.",
+        ge=1,
+    )
     retries: int = operational(2, "Of a task that met a retryable fault.", ge=0)
     timeout_seconds: float | None = operational(
         None, "Of a task. Marks it failed; what it runs stops at the next Python instruction. None: no limit.", gt=0

@@ -1,8 +1,9 @@
 """`posttrain run` and `posttrain resume`."""
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -58,53 +59,58 @@ def resume(
 def execute(config: RunConfig, prefect: bool = True, console: Console | None = None) -> None:
     """Run to the end in this process, with bars; Ctrl-C says how to go on."""
     console = console or Console(stderr=True)
+    home = Path(os.environ.get(PREFECT_HOME, "~/.cache/posttrain/prefect")).expanduser()
     try:
-        with prefect_server(console) if prefect else nullcontext() as api_url:
-            with TerminalProgress(console) as progress:
-                train(config, progress, with_prefect=api_url is not None)
+        with closing(LocalServer(home)) as server, TerminalProgress(console) as progress:
+            if prefect:
+                _begin(server, console)  # it takes seconds to start, and so do the engines
+            train(config, progress, partial(_api_url, server, console) if prefect else lambda: None)
     except KeyboardInterrupt:
         console.print(f"\nInterrupted. Nothing finished is lost; go on with:\n  {resume_command(config)}", style="bold")
         raise
 
 
-def train(config: RunConfig, progress: TerminalProgress, with_prefect: bool) -> None:
-    """The run itself. Prefect is imported only here, when its environment is set."""
+def train(config: RunConfig, progress: TerminalProgress, api_url: Callable[[], str | None]) -> None:
+    """The run itself. Prefect is imported only once its environment is set."""
     from flows import pipeline
     from tasks.runner import ThreadRunner
 
     with ExitStack() as stack:
         scratch = stack.enter_context(scratch_folder())
         services = stack.enter_context(pipeline.open_services(config, scratch, progress))
-        if with_prefect:
-            from flows import train as flows
-            from tasks.prefect_runner import drain
-
-            stack.callback(drain)
-            stack.enter_context(flows.holding(services))
-            flows.train(config)
-        else:
+        if api_url() is None:
             pipeline.train(services, stack.enter_context(ThreadRunner(config.prefect)))
-
-
-@contextmanager
-def prefect_server(console: Console) -> Iterator[str | None]:
-    """The API to talk to, set in this process's environment; None, and a line that says why, where there is none."""
-    home = Path(os.environ.get(PREFECT_HOME, "~/.cache/posttrain/prefect")).expanduser()
-    server = LocalServer(home)
-    try:
-        try:
-            server.begin()
-            api_url = server.wait_ready()
-        except PrefectServerUnavailable as error:
-            console.print(f"Going on without Prefect, which the run does not need: {error}", style="yellow")
-            yield None
             return
-        os.environ.update(prefect_environment(home, api_url))
-        os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
-        console.print(f"[dim]Prefect UI: {api_url.removesuffix('/api')}[/dim]", highlight=False)
-        yield api_url
-    finally:
-        server.close()
+        from flows import train as flows
+        from tasks.prefect_runner import drain
+
+        stack.callback(drain)
+        stack.enter_context(flows.holding(services))
+        flows.train(config)
+
+
+def _begin(server: LocalServer, console: Console) -> None:
+    try:
+        server.begin()
+    except PrefectServerUnavailable as error:
+        _without(console, error)
+
+
+def _api_url(server: LocalServer, console: Console) -> str | None:
+    """The API to talk to, set in this process's environment; None, and a line that says why, where there is none."""
+    try:
+        url = server.wait_ready()
+    except PrefectServerUnavailable as error:
+        _without(console, error)
+        return None
+    os.environ.update(prefect_environment(server.home, url))
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+    console.print(f"[dim]Prefect UI: {url.removesuffix('/api')}[/dim]", highlight=False)
+    return url
+
+
+def _without(console: Console, error: PrefectServerUnavailable) -> None:
+    console.print(f"Going on without Prefect, which the run does not need: {error}", style="yellow", markup=False)
 
 
 def start_deployment(name: str, config: RunConfig) -> None:
