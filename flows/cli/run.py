@@ -62,9 +62,8 @@ def execute(config: RunConfig, prefect: bool = True, console: Console | None = N
     home = Path(os.environ.get(PREFECT_HOME, "~/.cache/posttrain/prefect")).expanduser()
     try:
         with closing(LocalServer(home)) as server, TerminalProgress(console) as progress:
-            if prefect:
-                _begin(server, console)  # it takes seconds to start, and so do the engines
-            train(config, progress, partial(_api_url, server, console) if prefect else lambda: None)
+            begun = prefect and _begin(server, console)  # it takes seconds to start, and so do the engines
+            train(config, progress, partial(_api_url, server, console) if begun else lambda: None)
     except KeyboardInterrupt:
         console.print(f"\nInterrupted. Nothing finished is lost; go on with:\n  {resume_command(config)}", style="bold")
         raise
@@ -89,11 +88,13 @@ def train(config: RunConfig, progress: TerminalProgress, api_url: Callable[[], s
         flows.train(config)
 
 
-def _begin(server: LocalServer, console: Console) -> None:
+def _begin(server: LocalServer, console: Console) -> bool:
     try:
         server.begin()
     except PrefectServerUnavailable as error:
         _without(console, error)
+        return False
+    return True
 
 
 def _api_url(server: LocalServer, console: Console) -> str | None:
