@@ -35,3 +35,9 @@ $(VENV)/installed-dev: $(VENV)/installed
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+
+# The demo on five seeds, about three minutes each: held-out pass rates before and after.
+.PHONY: demo-seeds
+demo-seeds: install
+	for seed in 0 1 2 3 4; do $(BIN)/posttrain demo --folder demo-seeds --seed $$seed > /dev/null || exit 1; done
+	for seed in 0 1 2 3 4; do $(BIN)/posttrain report demo-$$seed --store demo-seeds/store | grep '^held-out'; done

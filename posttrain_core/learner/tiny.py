@@ -43,9 +43,9 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 def make_tiny_llama(
     folder: Path,
     seed: int,
-    hidden_size: int = 128,
-    num_layers: int = 3,
-    num_heads: int = 8,
+    hidden_size: int = 192,
+    num_layers: int = 4,
+    num_heads: int = 6,
     context_length: int = 256,
 ) -> None:
     """Write model and tokenizer to `folder`; the weights are a function of `seed` and the sizes alone."""
@@ -73,7 +73,7 @@ def make_tiny_llama(
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a tiny random Llama model in Hugging Face layout.")
     parser.add_argument("folder", type=Path)
-    for name, value in (("seed", 0), ("hidden-size", 128), ("num-layers", 3), ("num-heads", 8)):
+    for name, value in (("seed", 0), ("hidden-size", 192), ("num-layers", 4), ("num-heads", 6)):
         parser.add_argument(f"--{name}", type=int, default=value)
     make_tiny_llama(**vars(parser.parse_args()))
 
