@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+from posttrain_core import layout
 from posttrain_core.config import RunConfig
 from posttrain_core.layout import Scope
 from posttrain_core.learner.factory import make_learner
@@ -28,6 +29,7 @@ from posttrain_core.stages.start import start
 from posttrain_core.stages.update import update
 from posttrain_core.stages.verify import commit_verify, verify_shard
 from posttrain_core.store import open_store
+from posttrain_core.store.probe import check_conditional_writes
 from tasks.runner import Label, Runner
 
 
@@ -48,6 +50,8 @@ def open_services(config: RunConfig, scratch: Path, progress: Progress | None = 
     with ExitStack() as stack:
         store = open_store(config.store)
         lease = stack.enter_context(Lease(store, config.run))
+        if store.stat(layout.run_record(config.run)) is None:
+            check_conditional_writes(store)
         open_run(store, config)
         run = Run(store, config, lease, scratch, progress or NoProgress())
         learner = make_learner(config, scratch, partial(_learner_progress, run))

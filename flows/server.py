@@ -82,6 +82,8 @@ def prefect_environment(home: Path, api_url: str) -> dict[str, str]:
     environment["PREFECT_API_URL"] = api_url
     if api_url != configured_api_url():  # ours: independent of the user's profiles, and never through a proxy
         environment["PREFECT_HOME"] = str(home.absolute())
+        # A server on this machine answers or is gone; the default waits a minute for each call before it gives up.
+        environment["PREFECT_CLIENT_MAX_RETRIES"] = os.environ.get("PREFECT_CLIENT_MAX_RETRIES", "2")
         environment["NO_PROXY"] = environment["no_proxy"] = ",".join(
             filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), HOST])
         )

@@ -3,10 +3,7 @@
 import os
 import shutil
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
@@ -17,8 +14,9 @@ import typer
 
 from flows.cli.options import DEFAULT_STORE, AsJson, Store
 from flows.cli.output import print_json
-from posttrain_core.errors import PosttrainError, StoreError
-from posttrain_core.store import ObjectStore, open_store
+from posttrain_core.errors import PosttrainError
+from posttrain_core.store import open_store
+from posttrain_core.store.probe import check_conditional_writes
 
 _NUM_WRITERS = 8
 _GIB = 1 << 30
@@ -65,46 +63,9 @@ def findings(store_url: str) -> Iterator[Finding]:
         yield _package(name, required=False)
 
 
-def check_store(store: ObjectStore) -> None:
-    """Write, read, conditional writes alone and by several writers at once. StoreError says which did not hold."""
-    prefix = f"doctor/{uuid.uuid4().hex}"
-    keys = [f"{prefix}/{name}" for name in ("plain", "absent", "match", "race")]
-    plain, absent, match, race = keys
-    try:
-        store.put(plain, b"1")
-        _expect(store.get(plain) == b"1", "what was written is not what is read")
-        _expect(store.put_if_absent(absent, b"1"), "a first conditional write was refused")
-        _expect(not store.put_if_absent(absent, b"2"), "put-if-absent overwrote an object")
-        first = store.put_if_match(match, b"1", None)
-        second = store.put_if_match(match, b"2", first)
-        _expect(first is not None and second is not None, "put-if-match refused a matching write")
-        _expect(store.put_if_match(match, b"3", first) is None, "put-if-match overwrote a newer object")
-        with ThreadPoolExecutor(_NUM_WRITERS) as pool:
-            won = list(pool.map(lambda writer: store.put_if_absent(race, b"%d" % writer), range(_NUM_WRITERS)))
-        _expect(won.count(True) == 1, f"{won.count(True)} of {_NUM_WRITERS} writers of one object were told they won")
-        _expect(store.get(race) == b"%d" % won.index(True), "the winner's object is not the one that is there")
-    finally:
-        with suppress(StoreError):
-            for key in keys:
-                store.delete(key)
-        _remove_empty(store, prefix)
-
-
-def _expect(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise StoreError(f"conditional writes do not work: {otherwise}")
-
-
-def _remove_empty(store: ObjectStore, prefix: str) -> None:
-    folder = store.local_path(prefix)
-    with suppress(OSError):
-        for path in (folder, folder.parent) if folder is not None else ():
-            path.rmdir()
-
-
 def _store(url: str) -> Finding:
     store = open_store(url)
-    check_store(store)
+    check_conditional_writes(store, _NUM_WRITERS)
     detail = f"{store.url}: writable, conditional writes work with {_NUM_WRITERS} writers at once"
     return Finding("store", Condition.OK, detail)
 

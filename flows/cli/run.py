@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -19,6 +19,9 @@ from posttrain_core.config import RunConfig
 from posttrain_core.errors import RunConflict
 from posttrain_core.stages.context import read_config
 from posttrain_core.store import open_store
+
+if TYPE_CHECKING:
+    from flows.pipeline import Services
 
 PREFECT_HOME = "POSTTRAIN_PREFECT_HOME"
 
@@ -77,15 +80,27 @@ def train(config: RunConfig, progress: TerminalProgress, api_url: Callable[[], s
     with ExitStack() as stack:
         scratch = stack.enter_context(scratch_folder())
         services = stack.enter_context(pipeline.open_services(config, scratch, progress))
-        if api_url() is None:
+        if api_url() is None or not _train_as_flow(services):
             pipeline.train(services, stack.enter_context(ThreadRunner(config.prefect)))
-            return
-        from flows import train as flows
-        from tasks.prefect_runner import drain
 
-        stack.callback(drain)
-        stack.enter_context(flows.holding(services))
-        flows.train(config)
+
+def _train_as_flow(services: "Services") -> bool:
+    """False when the Prefect server was lost on the way: what is done is in the store, the rest needs no Prefect."""
+    import httpx
+    from prefect.exceptions import PrefectException
+
+    from flows import train as flows
+    from tasks.prefect_runner import drain
+
+    try:
+        with flows.holding(services):
+            flows.train(services.run.config)
+    except (httpx.HTTPError, PrefectException) as error:
+        services.run.progress.note(f"Going on without Prefect, whose server was lost: {error}")
+        return False
+    finally:
+        drain()
+    return True
 
 
 def _begin(server: LocalServer, console: Console) -> bool:

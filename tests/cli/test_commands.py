@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from flows.cli.doctor import check_store
 from flows.cli.main import app
 from flows.cli.output import plain, table
 from posttrain_core.errors import StoreError
 from posttrain_core.store.local import LocalStore
 from posttrain_core.store.memory import MemoryStore
+from posttrain_core.store.probe import check_conditional_writes
 from tests.cli.conftest import Command
 
 HEAVY = ("torch", "prefect", "deepspeed", "transformers", "boto3", "matplotlib")
@@ -222,11 +222,11 @@ class RacyStore(MemoryStore):
 def test_doctor_tries_conditional_writes(tmp_path: Path) -> None:
     memory, local = MemoryStore(), LocalStore(tmp_path / "store")
     for store in (memory, local):
-        check_store(store)
+        check_conditional_writes(store, 8)
         assert list(store.list("")) == []
     for broken in (ForgetfulStore(), StaleStore(), RacyStore()):
         with pytest.raises(StoreError, match="conditional writes do not work"):
-            check_store(broken)
+            check_conditional_writes(broken, 8)
         assert list(broken.list("")) == []
 
 
