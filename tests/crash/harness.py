@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +46,19 @@ def wait_killed(process: subprocess.Popen[bytes], log: Path, timeout: float = 30
     assert_gone(family)
 
 
-def kill(process: subprocess.Popen[bytes], after: float) -> bool:
-    """SIGKILL to the group after so many seconds; False when it had ended before."""
+def kill(process: subprocess.Popen[bytes], after: float) -> None:
+    """SIGKILL to the group after so many seconds, unless it ended well before."""
     family: set[tuple[int, str]] = set()
     deadline = time.monotonic() + after
     while time.monotonic() < deadline and process.poll() is None:
         family |= descendants(process.pid)
         time.sleep(0.01)
     if process.poll() is not None:
-        return False
+        assert process.returncode == 0
+        return
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert_gone(family)
-    return True
 
 
 def run_to_end(config: RunConfig, log: Path, timeout: float = 300.0) -> None:
@@ -65,16 +66,26 @@ def run_to_end(config: RunConfig, log: Path, timeout: float = 300.0) -> None:
     assert process.wait(timeout) == 0, log.read_text()[-3000:]
 
 
-def finish(config: RunConfig, root: Path, points: Sequence[tuple[str, ...]]) -> None:
-    """Killed at each point in turn, resumed each time, then run to the end. What was committed is never computed
-    again."""
+def finish(config: RunConfig, root: Path, points: Sequence[tuple[str, ...]], seconds: Sequence[float] = ()) -> None:
+    """Killed at each point in turn, then after each time, resumed each time, then run to the end. What was committed
+    is never computed again."""
     log = root / "log"
     for point in points:
-        before, done = committed(root), Counter(computed(root))
-        wait_killed(launch(config, *point, log=log), log)
-        again = Counter(computed(root)) - done
-        assert not before & set(again), "committed work was computed again"
-    run_to_end(config, log)
+        with nothing_computed_again(root):
+            wait_killed(launch(config, *point, log=log), log)
+    for after in seconds:
+        with nothing_computed_again(root):
+            kill(launch(config, log=log), after)
+    with nothing_computed_again(root):
+        run_to_end(config, log)
+
+
+@contextmanager
+def nothing_computed_again(root: Path) -> Iterator[None]:
+    before, done = committed(root), Counter(computed(root))
+    yield
+    again = Counter(computed(root)) - done
+    assert not before & set(again), "committed work was computed again"
 
 
 def descendants(root: int) -> set[tuple[int, str]]:

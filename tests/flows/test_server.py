@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,13 @@ def server_pids(home: Path) -> list[int]:
     return found
 
 
+def server_pid(home: Path) -> int:
+    """The only server of this home. Popen returns before the kernel shows the new command line, so wait for it."""
+    assert eventually(lambda: bool(server_pids(home)))
+    (pid,) = server_pids(home)
+    return pid
+
+
 def test_server_is_started_shared_and_stopped_by_its_last_user(home: Path) -> None:
     users = [start_user(home), start_user(home)]  # both at once, on a home without a database
     first, second = (url_of(user) for user in users)
@@ -90,7 +98,7 @@ def test_server_is_started_shared_and_stopped_by_its_last_user(home: Path) -> No
             user.communicate("done\n")
             assert user.returncode == 0
         assert healthy(url)
-        assert len(server_pids(home)) == 1
+        assert server_pid(home)
         assert (home / "prefect.db").exists()
     assert not healthy(url)
     assert server_pids(home) == []
@@ -99,7 +107,7 @@ def test_server_is_started_shared_and_stopped_by_its_last_user(home: Path) -> No
 def test_killed_owner_leaves_no_server(home: Path) -> None:
     owner = start_user(home)
     assert url_of(owner)
-    assert len(server_pids(home)) == 1
+    assert server_pid(home)
     owner.send_signal(signal.SIGKILL)
     owner.communicate()
     assert eventually(lambda: server_pids(home) == [])
@@ -107,39 +115,34 @@ def test_killed_owner_leaves_no_server(home: Path) -> None:
 
 def test_owner_killed_while_the_server_starts_leaves_none(home: Path) -> None:
     owner = start_user(home)
-    assert eventually(lambda: bool(server_pids(home)))
+    assert server_pid(home)
     owner.send_signal(signal.SIGKILL)
     owner.communicate()
     assert eventually(lambda: server_pids(home) == [])
 
 
 def test_killed_server_is_reported_with_its_log_and_replaced(home: Path) -> None:
-    server = LocalServer(home)
-    server.begin()
-    url = server.api_url
-    os.kill(server_pids(home)[0], signal.SIGKILL)
-    with pytest.raises(PrefectServerUnavailable, match=r"ended before it was healthy.*server\.log"):
-        server.wait_ready()
-    server.close()
-    again = LocalServer(home)
-    again.begin()
-    assert again.api_url != url
-    assert len(server_pids(home)) == 1
-    again.close()
+    with closing(LocalServer(home)) as server:
+        server.begin()
+        url = server.api_url
+        os.kill(server_pid(home), signal.SIGKILL)
+        with pytest.raises(PrefectServerUnavailable, match=r"ended before it was healthy.*server\.log"):
+            server.wait_ready()
+    with closing(LocalServer(home)) as again:
+        again.begin()
+        assert again.api_url != url
+        assert server_pid(home)
     assert server_pids(home) == []
 
 
 def test_setting_the_environment_between_begin_and_ready_still_waits(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = LocalServer(home)
-    server.begin()
-    for name, value in prefect_environment(home, server.api_url).items():
-        monkeypatch.setenv(name, value)
-    try:
+    with closing(LocalServer(home)) as server:
+        server.begin()
+        for name, value in prefect_environment(home, server.api_url).items():
+            monkeypatch.setenv(name, value)
         assert healthy(server.wait_ready())
-    finally:
-        server.close()
 
 
 def test_url_of_the_environment_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
