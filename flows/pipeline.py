@@ -49,11 +49,13 @@ def open_services(config: RunConfig, scratch: Path, progress: Progress | None = 
     """Take the run's lease and start its services; everything is gone when the block ends."""
     with ExitStack() as stack:
         store = open_store(config.store)
-        lease = stack.enter_context(Lease(store, config.run))
-        if store.stat(layout.run_record(config.run)) is None:
+        if store.stat(layout.run_record(config.run)) is None or not config.store_is_local:
             check_conditional_writes(store)
-        open_run(store, config)
+        lease = stack.enter_context(Lease(store, config.run))
+        changed = open_run(store, config)
         run = Run(store, config, lease, scratch, progress or NoProgress())
+        if changed:
+            run.progress.note(changed)
         learner = make_learner(config, scratch, partial(_learner_progress, run))
         stack.callback(learner.close)
         learner.start()

@@ -92,7 +92,7 @@ class PlanConfig(Section):
     max_new_tokens: int = semantic(32, "Response tokens of a rollout at most.", ge=1)
     temperature: float = semantic(1.0, "Of the sampling distribution; the learner recomputes under the same.", gt=0)
     rollouts_per_shard: int = semantic(64, "Unit of fan-out and retry; a group is never split.", ge=1)
-    min_scored_share: float = semantic(0.5, "Below this share of scored rollouts an iteration stops.", ge=0, le=1)
+    min_scored_share: float = operational(0.5, "Below this share of scored rollouts an iteration stops.", ge=0, le=1)
 
 
 class EvalConfig(Section):
@@ -253,6 +253,10 @@ class RunConfig(Section):
     learner: LearnerConfig = semantic(DeepSpeedLearnerConfig(), "What updates.")
     checkpoint: CheckpointConfig = operational(CheckpointConfig(), "Resumable learner state.")
     prefect: PrefectConfig = operational(PrefectConfig(), "Scheduling.")
+
+    @property
+    def store_is_local(self) -> bool:
+        return not self.store.startswith("s3://")
 
     @model_validator(mode="after")
     def _engines_fit(self) -> "RunConfig":

@@ -10,6 +10,7 @@
     |  `- StoreFull         no space left; nothing half written
     |- SamplerUnavailable   the sampler cannot be started or does not answer
     |- SandboxUnavailable   model-written code cannot be isolated here
+    |  `- SandboxFault      the sandbox failed by our fault: a canary program failed in it too
     |- VerifierFault        a verifier failed by its own fault (never the rollout's)
     `- LearnerFault         the learner processes failed
 
@@ -61,6 +62,10 @@ class SamplerUnavailable(PosttrainError):
 
 class SandboxUnavailable(PosttrainError):
     exit_code = 7
+
+
+class SandboxFault(SandboxUnavailable):
+    retryable = True
 
 
 class VerifierFault(PosttrainError):

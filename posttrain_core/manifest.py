@@ -7,6 +7,7 @@ run stops and says which field differs.
 
 import hashlib
 import json
+import os
 import platform
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -234,8 +235,8 @@ def code_version() -> str:
 
 def environment() -> dict[str, str]:
     """What may explain a difference between two machines."""
-    names = ("torch", "transformers", "deepspeed", "numpy", "pyarrow")
-    found = {"python": platform.python_version(), "machine": platform.machine()}
+    names = ("posttrain", "torch", "transformers", "deepspeed", "numpy", "pyarrow", "reasoning-gym")
+    found = {"python": platform.python_version(), "machine": platform.machine(), "cores": str(os.cpu_count())}
     for name in names:
         try:
             found[name] = version(name)

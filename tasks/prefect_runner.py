@@ -1,4 +1,4 @@
-"""The stages as Prefect tasks: retries, timeout, tags and run names. Results are references and are never cached;
+"""The stages as Prefect tasks: retries, timeout and run names. Results are references and are never cached;
 the store is the one resume path."""
 
 from collections.abc import Callable

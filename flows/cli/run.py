@@ -1,11 +1,14 @@
 """`posttrain run` and `posttrain resume`."""
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from flows.pipeline import Services
 
 PREFECT_HOME = "POSTTRAIN_PREFECT_HOME"
+INTERRUPTED = 130  # exit code
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="A setting, as plan.group_size=16. Repeatable.")]
 WithPrefect = Annotated[bool, typer.Option(help="Run the stages as Prefect tasks, with a local server if need be.")]
@@ -33,7 +37,7 @@ def run(
     config_file: Annotated[Path, typer.Argument(help="YAML file; `posttrain init` writes one.", show_default=False)],
     overrides: Overrides = None,
     prefect: WithPrefect = True,
-    deployment: Annotated[str, typer.Option(help="Start this deployment instead, as train/demo.")] = "",
+    deployment: Annotated[str, typer.Option(help="Start this deployment instead, as train/default.")] = "",
 ) -> None:
     """Start a run."""
     config = load_config(config_file, overrides or [])
@@ -63,13 +67,32 @@ def execute(config: RunConfig, prefect: bool = True, console: Console | None = N
     """Run to the end in this process, with bars; Ctrl-C says how to go on."""
     console = console or Console(stderr=True)
     home = Path(os.environ.get(PREFECT_HOME, "~/.cache/posttrain/prefect")).expanduser()
+    with interruptible(config, console), closing(LocalServer(home)) as server, TerminalProgress(console) as progress:
+        begun = prefect and _begin(server, console)  # it takes seconds to start, and so do the engines
+        train(config, progress, partial(_api_url, server, console) if begun else lambda: None)
+
+
+@contextmanager
+def interruptible(config: RunConfig, console: Console) -> Iterator[None]:
+    """The first Ctrl-C says how to go on and winds down once the stages that are running end; the second one goes at
+    once, which the store does not mind either."""
+
+    def interrupt(signal_number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+        said = (
+            "Interrupted. What is running ends first; Ctrl-C again goes at once. Nothing finished is lost; go on with:"
+        )
+        console.print(f"\n{said}\n  {resume_command(config)}", style="bold", markup=False, soft_wrap=True)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGINT, interrupt)
     try:
-        with closing(LocalServer(home)) as server, TerminalProgress(console) as progress:
-            begun = prefect and _begin(server, console)  # it takes seconds to start, and so do the engines
-            train(config, progress, partial(_api_url, server, console) if begun else lambda: None)
-    except KeyboardInterrupt:
-        console.print(f"\nInterrupted. Nothing finished is lost; go on with:\n  {resume_command(config)}", style="bold")
-        raise
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 def train(config: RunConfig, progress: TerminalProgress, api_url: Callable[[], str | None]) -> None:
@@ -130,7 +153,12 @@ def _without(console: Console, error: PrefectServerUnavailable) -> None:
 
 
 def start_deployment(name: str, config: RunConfig) -> None:
-    """Hand the run to a worker through the Prefect API that is configured."""
+    """Hand the run to a worker through the Prefect API that is configured. Folders are meant as they are here."""
+    if config.store_is_local:
+        config = config.model_copy(update={"store": open_store(config.store).url})
+    if Path(config.model.path).is_dir():
+        model = config.model.model_copy(update={"path": str(Path(config.model.path).absolute())})
+        config = config.model_copy(update={"model": model})
     from prefect.deployments import run_deployment
 
     flow_run = run_deployment(name, parameters={"config": config.model_dump(mode="json")}, timeout=0)

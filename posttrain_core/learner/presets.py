@@ -31,8 +31,8 @@ PRESETS = {
     "rloo": Preset("arXiv 2402.14740", "leave_one_out", "none", "plain", "sequence_sum"),
     "reinforce": Preset("Williams 1992", "batch_mean", "none", "plain", "sequence_sum"),
     "gspo": Preset("arXiv 2507.18071", "group_mean", "group_std", "sequence_clip", "sequence_mean", 3e-4, 4e-4),
-    # The paper names no upper bound; 5 is the value that later studies settled on (arXiv 2510.13786).
-    "cispo": Preset("arXiv 2506.13585", "group_mean", "group_std", "detached_clip", "token_mean", None, 5.0),
+    # The paper names no upper bound; later studies cap the ratio itself, at 4 to 8 (arXiv 2510.13786): 5 = 1 + 4.
+    "cispo": Preset("arXiv 2506.13585", "group_mean", "group_std", "detached_clip", "token_mean", None, 4.0),
 }
 
 

@@ -39,7 +39,7 @@ class Learner(Protocol):
         """Log-probabilities of the response's tokens under the held policy (probe tokens)."""
 
     def save_checkpoint(self, folder: Path) -> None:
-        """Weights, optimizer, RNG: everything `load_checkpoint` needs."""
+        """Weights, optimizer and position. Random streams begin anew from the seed of each call."""
 
     def export_policy(self, folder: Path) -> None:
         """Consolidated safetensors, config, tokenizer and chat template: what a sampler loads."""

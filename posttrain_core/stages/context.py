@@ -99,7 +99,7 @@ class Run:
         return fingerprint(inputs, {name: semantic_settings(getattr(self.config, name)) for name in sections})
 
     def manifest(self, scope: Scope, stage: str) -> Manifest:
-        """A committed manifest; ConfigError is never raised here: a missing one is a programming error."""
+        """A committed manifest. RunConflict when the stage has not come so far."""
         found = self.find(scope, stage)
         if found is None:
             raise RunConflict(f"{layout.manifest(self.name, scope, stage)} is missing: {stage} did not run")
@@ -163,10 +163,11 @@ def semantic_settings(value: Any) -> Any:
     return value
 
 
-def open_run(store: ObjectStore, config: RunConfig) -> None:
+def open_run(store: ObjectStore, config: RunConfig) -> str:
     """Write `run.json`, or check that the one found has the same semantic settings and put the operational ones down.
 
-    Only the lease holder may call it. `first_config` keeps the settings that the run was started with.
+    Only the lease holder may call it. `first_config` keeps the settings that the run was started with. Returns a line
+    about what else is not as it was then: versions, machine.
     """
     key = layout.run_record(config.run)
     record: dict[str, Any] = {
@@ -176,7 +177,7 @@ def open_run(store: ObjectStore, config: RunConfig) -> None:
         "created": time.strftime("%Y-%m-%d %H:%M:%S%z"),
     }
     if store.put_if_absent(key, json.dumps(record, indent=1).encode()):
-        return
+        return ""
     known = read_config(store, config.run)
     check_fingerprint(key, fingerprint({}, semantic_settings(known)), fingerprint({}, semantic_settings(config)))
     info = store.stat(key)
@@ -184,6 +185,9 @@ def open_run(store: ObjectStore, config: RunConfig) -> None:
         found = json.loads(store.get(key))
         found = {"first_config": found["config"]} | found | {"config": record["config"]}
         store.put_if_match(key, json.dumps(found, indent=1).encode(), info.etag)
+    before = json.loads(store.get(key))["environment"]
+    changed = [f"{n} {before.get(n)} -> {v}" for n, v in environment().items() if before.get(n) != v]
+    return f"not as when run {config.run!r} was started: {', '.join(changed)}" if changed else ""
 
 
 def read_config(store: ObjectStore, run: str) -> RunConfig:

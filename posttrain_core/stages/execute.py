@@ -1,6 +1,9 @@
 """execute: a fresh sandbox that the policy never touched runs each work product on inputs the policy never saw."""
 
+from dataclasses import replace
+
 from posttrain_core import layout
+from posttrain_core.errors import SandboxFault
 from posttrain_core.layout import Scope
 from posttrain_core.manifest import (
     Manifest,
@@ -13,9 +16,11 @@ from posttrain_core.manifest import (
     read_table,
 )
 from posttrain_core.records import Execution, ExecutionStatus, Outcome, PlanRow, Rollout
-from posttrain_core.sandbox.protocol import ProgramRequest, Sandbox
+from posttrain_core.sandbox.protocol import Limits, ProgramRequest, ProgramResult, Sandbox
 from posttrain_core.schema import parse_problem
 from posttrain_core.stages.context import Run
+
+CANARY = ProgramRequest("x + 1", "", ("[1]",))
 
 
 def execute_shard(run: Run, scope: Scope, shard: int, rollouts: ObjectRef, sandbox: Sandbox) -> ObjectRef:
@@ -65,7 +70,7 @@ def _execute(
             if program is not None and rollout.domain == name
         ]
         distinct = list(dict.fromkeys(program for _, program in batch))
-        answers = dict(zip(distinct, sandbox.run_programs(distinct, domain.limits) if distinct else [], strict=True))
+        answers = dict(zip(distinct, _run(sandbox, distinct, domain.limits), strict=True))
         for rollout_id, program in batch:
             answer = answers[program]
             results[rollout_id] = Execution(
@@ -73,3 +78,23 @@ def _execute(
             )
     nothing = ExecutionStatus.NOTHING
     return [results.get(rollout.rollout_id) or Execution(rollout.rollout_id, nothing) for rollout in rollouts]
+
+
+def _run(sandbox: Sandbox, programs: list[ProgramRequest], limits: Limits) -> list[ProgramResult]:
+    """No result is left as INFRA: it would be committed, and stay.
+
+    A program that met a fault is run once more beside a canary. When the canary fails too, the fault is ours:
+    SandboxFault, and the task tries the shard again. When only the program fails again, it is the program's doing.
+    """
+    results = sandbox.run_programs(programs, limits) if programs else []
+    for number, result in enumerate(results):
+        if result.status is not ExecutionStatus.INFRA:
+            continue
+        again, canary = (sandbox.run_programs([program], limits)[0] for program in (programs[number], CANARY))
+        if canary.status is not ExecutionStatus.OK:
+            raise SandboxFault(f"the sandbox fails on a program that only adds 1: {canary.status}, {canary.reason}")
+        if again.status is ExecutionStatus.INFRA:
+            reason = f"crashes_sandbox: twice, while a canary passed ({again.reason})"
+            again = replace(again, status=ExecutionStatus.POLICY, reason=reason)
+        results[number] = again
+    return results

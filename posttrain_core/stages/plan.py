@@ -9,6 +9,7 @@ from random import Random
 from posttrain_core import layout
 from posttrain_core.domains.mixture import exact_counts, training_counts
 from posttrain_core.domains.protocol import Domain
+from posttrain_core.errors import ConfigError, RunConflict
 from posttrain_core.layout import Scope
 from posttrain_core.manifest import Manifest, code_version, commit_manifest, commit_table, find_manifest
 from posttrain_core.records import PlanRow, Problem, Purpose, Split
@@ -20,10 +21,13 @@ def plan(run: Run, scope: Scope) -> Manifest:
     """Commit the plan of an iteration or an evaluation: one table per shard."""
     key = layout.manifest(run.name, scope, "plan")
     sections = ("seed", "domains", "plan") if scope.purpose is Purpose.TRAIN else ("seed", "domains", "plan", "eval")
-    expected = run.fingerprint({"policy": run.policy(scope.iteration).digest}, *sections)
+    # Problems and verifiers come from the same code and packages: with other ones this would be another plan.
+    inputs = {"policy": run.policy(scope.iteration).digest, "verifiers": run.verdict_set}
+    expected = run.fingerprint(inputs, *sections)
     found = find_manifest(run.store, key, expected)
     if found is not None:
         return found
+    _same_verifiers(run, scope)
     with run.timed(scope, "plan"):
         rows = list(plan_rows(run, scope))
         shards = split_shards(rows, run.config.plan.rollouts_per_shard)
@@ -43,7 +47,7 @@ def plan_rows(run: Run, scope: Scope) -> Iterator[PlanRow]:
     num_samples = settings.samples_per_problem if settings else run.config.plan.group_size
     temperature = settings.temperature if settings else run.config.plan.temperature
     label = "e" if evaluating else "i"
-    for number, problem in enumerate(_problems(run, scope)):
+    for number, (problem, occurrence) in enumerate(_problems(run, scope)):
         group_id = f"{label}{scope.iteration:05d}.p{number:04d}"
         text = problem_json(problem)
         for index in range(num_samples):
@@ -55,7 +59,7 @@ def plan_rows(run: Run, scope: Scope) -> Iterator[PlanRow]:
                 domain=problem.domain,
                 purpose=scope.purpose,
                 sample_index=index,
-                seed=run.seed("rollout", stream, problem.id, index),
+                seed=run.seed("rollout", stream, problem.id, occurrence, index),
                 policy_version=scope.iteration,
                 max_new_tokens=run.config.plan.max_new_tokens,
                 temperature=temperature,
@@ -76,7 +80,8 @@ def split_shards(rows: Sequence[PlanRow], size: int) -> list[list[PlanRow]]:
     return shards
 
 
-def _problems(run: Run, scope: Scope) -> Iterator[Problem]:
+def _problems(run: Run, scope: Scope) -> Iterator[tuple[Problem, int]]:
+    """Problems, and how often each has come before."""
     weights = [config.weight for config in run.config.domains.values()]
     if scope.purpose is Purpose.TRAIN:
         size = run.config.plan.problems_per_iteration
@@ -87,8 +92,26 @@ def _problems(run: Run, scope: Scope) -> Iterator[Problem]:
         before, after = [0] * len(weights), exact_counts(weights, run.config.eval.num_problems)
         split = Split.HELD_OUT
     for domain, start, end in zip(run.domains.values(), before, after, strict=True):
+        size = domain.num_problems(split)
+        if split is Split.HELD_OUT and end > size:
+            raise ConfigError(
+                f"eval.num_problems is {run.config.eval.num_problems}, of which domain {domain.name!r} has to give "
+                f"{end}: it holds out only {size} problems, and one judged twice would count as two"
+            )
         for offset in range(start, end):
-            yield domain.problem(split, _index(run, domain, split, offset))
+            yield domain.problem(split, _index(run, domain, split, offset)), offset // size
+
+
+def _same_verifiers(run: Run, scope: Scope) -> None:
+    """RunConflict when the iteration before was judged by other verifiers: an upgraded package, changed code."""
+    before = run.find(Scope(scope.iteration - 1), "verify") if scope.iteration else None
+    known = before.fingerprint.get("input.verifiers", run.verdict_set) if before else run.verdict_set
+    if known != run.verdict_set:
+        raise RunConflict(
+            f"run {run.name!r}: iteration {scope.iteration - 1} was judged by verifiers {known}, these are "
+            f"{run.verdict_set}: a domain's code or package was changed in between. Put the former one back, or start "
+            "a new run under another name (--set run=NAME)"
+        )
 
 
 def _index(run: Run, domain: Domain, split: Split, offset: int) -> int:

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from posttrain_core import layout
 from posttrain_core.domains.mixture import exact_counts
-from posttrain_core.errors import ConfigError, LearnerFault
+from posttrain_core.errors import ConfigError
 from posttrain_core.layout import Scope
 from posttrain_core.learner.protocol import Demonstration
 from posttrain_core.learner.starting import starting_policy
 from posttrain_core.manifest import (
     Manifest,
     ObjectRef,
+    check_fingerprint,
     code_version,
     commit_folder,
     commit_manifest,
@@ -26,17 +27,22 @@ from posttrain_core.schema import DemonstrationRow
 from posttrain_core.stages.context import Run, new_attempt
 from posttrain_core.stages.session import LearnerSession
 
+_POLICY_SUFFIXES = {".json", ".safetensors", ".bin", ".jinja", ".model", ".txt"}
+
 
 def start(run: Run, session: LearnerSession) -> Manifest:
     """Commit policy version 0: the starting model, after the warm start where there is one."""
     key = layout.start_manifest(run.name, "publish")
+    sections = ("model", "sft", *(("seed", "learner", "domains") if run.config.sft else ()))
+    found = find_manifest(run.store, key)
+    if found is not None:  # from here on the store has what model.path had: the folder may be gone
+        check_fingerprint(
+            key, found.fingerprint, run.fingerprint({"model": found.fingerprint["input.model"]}, *sections)
+        )
+        return found
     with tempfile.TemporaryDirectory(dir=run.scratch) as scratch:
-        base = starting_policy(run.config, Path(scratch))
-        inputs = {"model": _folder_digest(base)}
-        expected = run.fingerprint(inputs, "model", "sft", *(("seed", "learner", "domains") if run.config.sft else ()))
-        found = find_manifest(run.store, key, expected)
-        if found is not None:
-            return found
+        base = _policy_files(starting_policy(run.config, Path(scratch) / "made"), Path(scratch) / "files")
+        expected = run.fingerprint({"model": _folder_digest(base)}, *sections)
         prefix = layout.policy(run.name, 0, new_attempt())
         if run.config.sft is None:
             refs, metrics = commit_folder(run.store, prefix, base, semantic=True), {}
@@ -86,8 +92,14 @@ def demonstrations(run: Run, num: int) -> list[DemonstrationRow]:
     return rows
 
 
+def _policy_files(folder: Path, into: Path) -> Path:
+    """Links to what makes up a policy; other things lie in such folders too (optimizer states, hidden files)."""
+    into.mkdir()
+    for path in folder.iterdir():
+        if path.is_file() and path.suffix in _POLICY_SUFFIXES and not path.name.startswith("."):
+            (into / path.name).symlink_to(path.absolute())
+    return into
+
+
 def _folder_digest(folder: Path) -> str:
-    if not folder.is_dir():
-        raise LearnerFault(f"model.path {folder} is not a folder")
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return digest_of([(path.relative_to(folder).as_posix(), file_digest(path)) for path in files])
+    return digest_of([(path.name, file_digest(path)) for path in sorted(folder.iterdir())])

@@ -50,7 +50,8 @@ def _irregularities(execution: Execution, num_expected: int) -> tuple[tuple[str,
     if counts.keys() - wanted or any(count > 1 for count in counts.values()):
         return ("forged_cases",), "cases were reported twice, or ones that were not asked for"
     if execution.status is ExecutionStatus.POLICY:
-        return ("policy",), execution.reason
+        flag = "crashes_sandbox" if execution.reason.startswith("crashes_sandbox") else "policy"
+        return (flag,), execution.reason
     if execution.status is ExecutionStatus.RUNTIME_ERROR and not counts:
         return ("invalid",), execution.reason or "the program did not load, or ended before its first case"
     if execution.status in (ExecutionStatus.OK, ExecutionStatus.RUNTIME_ERROR) and counts.keys() != wanted:
