@@ -1,10 +1,12 @@
 """Retention: old checkpoints and policy versions go, tombstone first; never what a resume needs.
 
 Version 0 stays (it is the reference policy and where a replay can always start), as do the newest `keep_last` of each
-and the multiples of `keep_every`.
+and the multiples of `keep_every`. What an attempt left behind that no manifest came to name goes once the manifest is
+there: not sooner, for until then an earlier attempt may still commit.
 """
 
 import json
+import re
 from collections.abc import Sequence
 
 from posttrain_core import layout
@@ -12,21 +14,27 @@ from posttrain_core.layout import Scope
 from posttrain_core.manifest import ObjectRef
 from posttrain_core.stages.context import Run
 
+_KINDS = {"checkpoints": layout.checkpoint, "policies": layout.policy}  # folder of the run -> its keys
+_ATTEMPT = re.compile(r"=(\d+)/attempt=[^/]+/")
+
 
 class Retention:
     """Remembers what is kept, so that an iteration costs a look at the newest version only."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._gone = {kind: _retired(run, kind) for kind in ("checkpoints", "policies")}
-        self._kept: dict[str, list[int]] = {"checkpoints": [], "policies": []}
+        self._gone = {kind: _retired(run, kind) for kind in _KINDS}
+        self._kept: dict[str, list[int]] = {kind: [] for kind in _KINDS}
         self._seen = 0
-        for kind, numbers in self._gone.items():
-            if numbers:  # only the newest can have been interrupted between its tombstone and its deletes
-                self._bury(kind, max(numbers))
+        for kind in _KINDS:  # a process before this one may have been killed at its deletes
+            self._sweep(kind, f"{layout.run_prefix(run.name)}{kind}/")
 
     def apply(self, version: int) -> None:
         """Retire what policy version `version`, just published, made superfluous."""
+        self._tidy("policies", version)
+        self._tidy("checkpoints", version - 1)
+        if self._seen == 0:
+            self._tidy("policies", 0)
         for iteration in range(self._seen, version):
             self._note("policies", iteration + 1)
             if self.run.manifest(Scope(iteration), "update").notes.get("checkpoint"):
@@ -48,12 +56,36 @@ class Retention:
         tombstone = json.dumps({"kind": kind, "number": number, "objects": keys}).encode()
         self.run.lease.check()
         self.run.store.put_if_absent(layout.retired(self.run.name, kind, number), tombstone)
-        self._bury(kind, number)
+        self._gone[kind].add(number)
+        self._tidy(kind, number)
 
-    def _bury(self, kind: str, number: int) -> None:
-        """Delete what a tombstone names; its keys are read from the manifest, which carries a checksum."""
-        for ref in self._objects(kind, number):
-            self.run.store.delete(ref.key)
+    def _tidy(self, kind: str, number: int) -> None:
+        self._sweep(kind, _KINDS[kind](self.run.name, number, "").rpartition("attempt=")[0])
+
+    def _sweep(self, kind: str, prefix: str) -> None:
+        """Below `prefix`, delete the retired and the attempts that lost to the one that the manifest names."""
+        found: dict[int, dict[str, list[str]]] = {}  # number -> attempt's prefix -> keys
+        for info in self.run.store.list(prefix):
+            if match := _ATTEMPT.search(info.key):
+                attempts = found.setdefault(int(match[1]), {})
+                attempts.setdefault(info.key[: match.end()], []).append(info.key)
+        for number, attempts in found.items():
+            if number not in self._gone[kind]:
+                named = self._named(kind, number) if len(attempts) > 1 else ""
+                if not named:
+                    continue
+                attempts.pop(named, None)
+            self.run.lease.check()
+            for key in (key for keys in attempts.values() for key in keys):
+                self.run.store.delete(key)
+
+    def _named(self, kind: str, number: int) -> str:
+        """The prefix of the attempt that counts; empty as long as there is none."""
+        if kind == "policies":
+            policy = self.run.find_policy(number)
+            return str(policy.notes["prefix"]) if policy else ""
+        update = self.run.find(Scope(number), "update")
+        return str(update.notes.get("checkpoint", "")) if update else ""
 
     def _objects(self, kind: str, number: int) -> Sequence[ObjectRef]:
         if kind == "policies":
