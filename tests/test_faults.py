@@ -145,7 +145,7 @@ def test_a_damaged_run_record_stops_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"seed": 1}, "config.seed: was 0, is 1"),
+        ({"seed": 1}, "config.seed: was 51, is 1"),
         ({"plan": {"problems_per_iteration": 6, "group_size": 3, "rollouts_per_shard": 12}}, "config.plan.group_size"),
         ({"learner": {"type": "numpy", "learning_rate": 0.25}}, "config.learner.learning_rate: was 0.5, is 0.25"),
         ({"sampler": {"type": "scripted", "responses": ["x+1"]}}, "config.sampler.responses"),

@@ -1,4 +1,4 @@
-"""Stages where the outcome depends on more than the happy path: faults of the sandbox, repeats, a model that is gone."""
+"""Stages off the happy path: faults of the sandbox, problems that repeat, a model folder that is gone."""
 
 import shutil
 from collections.abc import Iterator, Sequence
