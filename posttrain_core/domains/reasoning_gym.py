@@ -15,6 +15,7 @@ from posttrain_core.learner.protocol import Demonstration
 from posttrain_core.records import Execution, Message, Outcome, Problem, Rollout, Split, Verdict
 from posttrain_core.sandbox.protocol import Limits, ProgramRequest
 from posttrain_core.verifiers import reasoning_gym as gym
+from posttrain_core.verifiers.gym_audit import audit
 
 HELD_OUT_ONE_IN = 5
 
@@ -26,18 +27,26 @@ class Item:
     index: int
     question: str
     reference: Any  # text, or None where the generator has no single answer
+    first: str  # the first question that asks the same, maybe in other words
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(self.question.encode()).hexdigest()[:16]
+        return _key(self.question)
 
     @property
     def split(self) -> Split:
-        return Split.HELD_OUT if int(self.key, 16) % HELD_OUT_ONE_IN == 0 else Split.TRAIN
+        return Split.HELD_OUT if int(_key(self.first), 16) % HELD_OUT_ONE_IN == 0 else Split.TRAIN
 
 
 class ReasoningGymDomain:
-    """Questions are told apart by their text: a question occurs once, and a hash of the text decides its split."""
+    """Questions are told apart by their text: a question occurs once.
+
+    A hash decides the split: of the first question with the same content, so that wordings of one problem stay on one
+    side. The content is the item's metadata, where that identifies the problem, which is judged by the answers: two
+    items that share a content and not the answer show that it does not, and then each question stands for itself. So
+    wordings may straddle the split in generators whose metadata says too little (aiw, self_reference), and where the
+    metadata holds the wording as well (names in a story).
+    """
 
     def __init__(self, name: str, config: ReasoningGymDomainConfig) -> None:
         self.name = name
@@ -47,10 +56,9 @@ class ReasoningGymDomain:
 
     @cached_property
     def _items(self) -> Mapping[Split, Sequence[Item]]:
-        firsts: dict[str, Item] = {}
-        for index, (question, answer) in enumerate(self._scorer.items()):
-            firsts.setdefault(question, Item(index, question, answer))
-        ordered = sorted(firsts.values(), key=lambda item: item.key)
+        made = self._scorer.items()
+        audit(self._scorer, self._config.generator, [answer for _, answer, _ in made], self._config.min_score)
+        ordered = sorted(_different(made), key=lambda item: item.key)
         splits = {split: [item for item in ordered if item.split is split] for split in Split}
         if not all(splits.values()):
             raise ConfigError(
@@ -91,7 +99,7 @@ class ReasoningGymDomain:
 
     def verifier_fingerprint(self) -> Mapping[str, Any]:
         settings = self._config.model_dump(mode="json", include={"generator", "options", "num_problems", "min_score"})
-        return {"name": "reasoning_gym", "version": 1, "package": gym.package_version(), **settings}
+        return {"name": "reasoning_gym", "version": 2, "package": gym.package_version(), **settings}
 
     def misjudged_references(self, num: int) -> Sequence[Mapping[str, Any]]:
         """Those of the first `num` training problems whose own reference answer does not score 1.0, with the reply.
@@ -114,6 +122,24 @@ class ReasoningGymDomain:
         right = stream.random() < self._config.demonstration_quality
         answer = item.reference if right else _wrong(item.reference, items, stream)
         return Demonstration((Message("user", item.question),), answer)
+
+
+def _key(question: str) -> str:
+    return hashlib.sha256(question.encode()).hexdigest()[:16]
+
+
+def _different(made: Sequence[tuple[str, Any, str | None]]) -> Sequence[Item]:
+    """One item for each question, at its first occurrence."""
+    references: dict[str, set[str]] = {}
+    for _, answer, content in made:
+        references.setdefault(content or "", set()).add(str(answer))
+    identified = all(len(answers) == 1 for content, answers in references.items() if content)
+    firsts: dict[str, str] = {}
+    items: dict[str, Item] = {}
+    for index, (question, answer, content) in enumerate(made):
+        first = firsts.setdefault(content, question) if content and identified else question
+        items.setdefault(question, Item(index, question, answer, first))
+    return list(items.values())
 
 
 def _wrong(reference: str, items: Sequence[Item], stream: random.Random) -> str:
