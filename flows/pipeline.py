@@ -179,5 +179,6 @@ def _summary(run: Run, scope: Scope) -> str:
     verified = run.manifest(scope, "verify").metrics
     if scope.purpose is not Purpose.TRAIN:
         return f"version {scope.iteration}: held-out pass rate {verified.get('pass_rate', 0.0):.3f}"
-    loss = run.manifest(scope, "update").metrics.get("loss", 0.0)
-    return f"iteration {scope.iteration}: reward {verified.get('reward_mean', 0.0):.3f}, loss {loss:+.4f}"
+    updated = run.manifest(scope, "update").metrics
+    numbers = f"entropy {updated.get('entropy', 0.0):.3f}, gradient norm {updated.get('grad_norm', 0.0):.3f}"
+    return f"iteration {scope.iteration}: reward {verified.get('reward_mean', 0.0):.3f}, {numbers}"

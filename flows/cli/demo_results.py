@@ -1,5 +1,6 @@
 """What a demo run came to: the report, attempts before and after, and what to try next."""
 
+import shlex
 from pathlib import Path
 
 from rich.console import Console
@@ -7,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.reporting import print_report
+from flows.cli.run import program
 from posttrain_core.inspect import charts
 from posttrain_core.inspect.catalogue import Run, open_run
 from posttrain_core.inspect.report import report
@@ -48,8 +50,9 @@ def _outcome(attempt: Attempt) -> Text:
 def next_commands(run: Run, store: str) -> list[str]:
     example = held_out_attempts(run, run.evaluations[-1])[0].rollout_id
     query = "select iteration, avg(reward) as reward from rollouts where purpose = 'train' group by 1 order by 1"
+    where = f"--store {shlex.quote(store)}"
     return [
-        f"posttrain show {example} --store {store}",
-        f'posttrain sql "{query}" --store {store}',
-        f"posttrain resume {run.name} --store {store} --set iterations={run.config.iterations * 2}",
+        f"{program()} show {example} {where}",
+        f'{program()} sql "{query}" {where}',
+        f"{program()} resume {run.name} {where} --set iterations={run.config.iterations * 2}",
     ]

@@ -1,7 +1,10 @@
 """`posttrain run` and `posttrain resume`."""
 
 import os
+import shlex
+import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
 PREFECT_HOME = "POSTTRAIN_PREFECT_HOME"
 INTERRUPTED = 130  # exit code
+PROGRAM = "posttrain"
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="A setting, as plan.group_size=16. Repeatable.")]
 WithPrefect = Annotated[bool, typer.Option(help="Run the stages as Prefect tasks, with a local server if need be.")]
@@ -166,4 +170,13 @@ def start_deployment(name: str, config: RunConfig) -> None:
 
 
 def resume_command(config: RunConfig) -> str:
-    return f"posttrain resume {config.run} --store {config.store}"
+    return f"{program()} resume {config.run} --store {shlex.quote(config.store)}"
+
+
+def program() -> str:
+    """What to type for this program: its name where the shell finds it, else its path."""
+    invoked = Path(sys.argv[0])
+    found = shutil.which(PROGRAM)
+    if invoked.name != PROGRAM or (found is not None and Path(found).samefile(invoked)):
+        return PROGRAM
+    return os.path.relpath(invoked) if invoked.absolute().is_relative_to(Path.cwd()) else str(invoked.absolute())

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
@@ -63,6 +64,7 @@ def make_tiny_llama(
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,
     )
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)

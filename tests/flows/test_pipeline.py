@@ -104,7 +104,7 @@ def test_interrupted_run_says_how_to_go_on_and_does(tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == 130, said
     command = f"posttrain resume r --store {tmp_path / 'store'}"
-    assert command in said
+    assert command in said  # behind the folder of the program, where the shell would not find it
     published = open_run(str(tmp_path / "store"), "r").policy_versions
     resume = [BIN / "posttrain", *command.split()[1:], "--no-prefect", "--set", f"iterations={published[-1] + 1}"]
     subprocess.run(resume, check=True, capture_output=True, timeout=60)
