@@ -29,11 +29,11 @@ from posttrain_core.manifest import (
     code_version,
     digest_of,
     environment,
-    fetch_folder,
     find_manifest,
     fingerprint,
 )
 from posttrain_core.schema import corrupt
+from posttrain_core.stages.folders import LocalFolders
 from posttrain_core.store.protocol import ObjectStore
 
 PROCESS = uuid.uuid4().hex[:12]  # names this process in telemetry
@@ -75,6 +75,10 @@ class Run:
     lease: Lease
     scratch: Path
     progress: Progress = field(default_factory=NoProgress)
+    folders: LocalFolders = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.folders = LocalFolders(self.store, self.scratch / "folders")
 
     @property
     def name(self) -> str:
@@ -122,7 +126,8 @@ class Run:
 
     def policy_folder(self, policy: Manifest) -> Path:
         """A local folder that holds a published policy's files, checked against their digests."""
-        return fetch_folder(self.store, policy.objects, policy.notes["prefix"], self.scratch / "policies")
+        slot = "reference" if policy.iteration < 0 else "policy"  # version 0 stays in use beside the newest
+        return self.folders.get(slot, policy.objects, policy.notes["prefix"])
 
     @contextmanager
     def timed(self, scope: Scope, stage: str, shard: int = 0, **facts: Any) -> Iterator[dict[str, Any]]:

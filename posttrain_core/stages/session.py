@@ -8,7 +8,7 @@ from posttrain_core import layout
 from posttrain_core.errors import LearnerFault
 from posttrain_core.layout import Scope
 from posttrain_core.learner.protocol import Learner
-from posttrain_core.manifest import Manifest, fetch_folder, read_table
+from posttrain_core.manifest import Manifest, read_table
 from posttrain_core.records import Sample
 from posttrain_core.stages.context import Run
 
@@ -49,8 +49,7 @@ class LearnerSession:
             update = self.run.manifest(Scope(iteration), "update")
             prefix = update.notes.get("checkpoint")
             if prefix and self.run.store.stat(layout.retired(self.run.name, "checkpoints", iteration)) is None:
-                refs = update.named("/checkpoints/")
-                folder = fetch_folder(self.run.store, refs, prefix, self.run.scratch / "checkpoints")
+                folder = self.run.folders.get("checkpoint", update.named("/checkpoints/"), prefix)
                 self.learner.load_checkpoint(folder, base)
                 return iteration + 1
         self.learner.load_weights(base)
@@ -58,7 +57,9 @@ class LearnerSession:
 
     def _replay(self, iteration: int) -> None:
         update = self.run.manifest(Scope(iteration), "update")
-        metrics = dict(self.learner.update(read_samples(self.run, update), self.run.seed("update", iteration)))
+        samples = read_samples(self.run, update)
+        with self.run.timed(Scope(iteration), "replay", samples=len(samples)):
+            metrics = dict(self.learner.update(samples, self.run.seed("update", iteration)))
         if metrics != dict(update.metrics):
             names = [name for name, value in metrics.items() if update.metrics.get(name) != value]
             self.run.progress.note(

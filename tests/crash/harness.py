@@ -151,8 +151,8 @@ def policy_digests(root: Path) -> list[str]:
 
 
 def committed(root: Path) -> set[Work]:
-    """The work whose result is in the store."""
-    done: set[Work] = set()
+    """The work whose result is in the store. The warm start counts as work of iteration 0."""
+    done: set[Work] = {("train 0", "sft", 0) for _ in root.glob("runs/*/manifests/start/sft.json")}
     for path in root.glob("runs/*/**/iteration=*/*"):
         key = path.relative_to(root).as_posix()
         scope = f"{'eval' if '/eval/' in key else 'train'} {int(path.parent.name.partition('=')[2])}"

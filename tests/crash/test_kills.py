@@ -66,6 +66,7 @@ def test_killed_at_named_writes(points: list[tuple[str, str]], tmp_path: Path, u
     """Killed at each point in turn, resumed each time, then run to the end."""
     finish(scripted(tmp_path), tmp_path, points)
     assert semantic_state(tmp_path) == undisturbed
+    assert "replay" in {stage for _, stage, _ in computed(tmp_path)}, "no learner was brought up again from samples"
 
 
 @pytest.mark.parametrize("seed", range(4))
