@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from posttrain_core.errors import ConfigError
-from posttrain_core.verifiers.reasoning_gym import FULL_SCORE, TOLERANCE, Scorer
+from posttrain_core.verifiers.reasoning_gym import FULL_SCORE, Scorer
 
 NUM_PROBLEMS = 20
 NUM_TOLERATED = 1  # one problem may be odd; two are a habit that a policy finds
@@ -27,9 +27,9 @@ def audit(scorer: Scorer, generator: str, references: Sequence[Any], min_score: 
     for index, reference in enumerate(references[:NUM_PROBLEMS]):
         for label, score in _scored(scorer, index, _answers(reference)):
             if label is None:
-                unpaid += not score >= min(FULL_SCORE, max(min_score, LARGE_SHARE)) - TOLERANCE  # or nan
+                unpaid += not score >= min(FULL_SCORE, max(min_score, LARGE_SHARE))  # so that nan counts
             else:
-                paid[label] += score >= min_score - TOLERANCE and score > LARGE_SHARE
+                paid[label] += score >= min_score and score > LARGE_SHARE
     if unpaid > NUM_TOLERATED:
         raise ConfigError(
             f"generator: {generator!r} is refused: its scorer does not pay {unpaid} of {of} reference answers; "

@@ -118,7 +118,7 @@ def _environment() -> dict[str, str]:
         "PATH": os.environ.get("PATH", os.defpath),
         "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0",
-        "PYTHONPATH": os.pathsep.join(str(Path(path).absolute()) for path in sys.path if path),
+        "PYTHONPATH": os.pathsep.join(str(Path(path).absolute()) for path in sys.path),
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
     }
