@@ -39,7 +39,7 @@ class Retention:
             self._note("policies", iteration + 1)
             if self.run.manifest(Scope(iteration), "update").notes.get("checkpoint"):
                 self._note("checkpoints", iteration)
-        self._seen = version
+        self._seen = max(self._seen, version)
         settings = self.run.config.checkpoint
         for kind, numbers in self._kept.items():
             for number in numbers[: -settings.keep_last]:
