@@ -12,7 +12,6 @@ NUM_PROBLEMS = 20
 NUM_TOLERATED = 1  # one problem may be odd; two are a habit that a policy finds
 LARGE_SHARE = 0.5  # what a lenient `min_score` pays for an answer that contains the right one is not the scorer's fault
 THOUGHTLESS = ("", " ", "garbage", "nan", "inf", "1e999", "0", "-1", "999999999999", "I do not know")
-REPEATED = "the right answer, twice"
 
 
 def audit(scorer: Scorer, generator: str, references: Sequence[Any], min_score: float) -> None:
@@ -47,7 +46,7 @@ def _answers(reference: Any) -> Mapping[str | None, str]:
     if not isinstance(reference, str):
         return {text: text for text in THOUGHTLESS}
     canned: dict[str | None, str] = {text: text for text in THOUGHTLESS if not _same(text, reference)}
-    return {None: reference, **canned, REPEATED: f"{reference} {reference}"}
+    return {None: reference, **canned}
 
 
 def _scored(scorer: Scorer, index: int, answers: Mapping[str | None, str]) -> Iterator[tuple[str | None, float]]:
