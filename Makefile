@@ -21,7 +21,12 @@ install: $(VENV)/installed
 install-dev: $(VENV)/installed-dev
 
 $(VENV)/bin/python:
-	$$(command -v $(PYTHON) || command -v python3) -m venv $(VENV)
+	@python=$$(command -v $(PYTHON) || command -v python3); \
+	if ! $$python -c 'import sys, ensurepip, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then \
+	  echo "posttrain needs Python 3.11 with venv (Debian: apt-get install python3.11-venv)," >&2; \
+	  echo "or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; \
+	fi; \
+	$$python -m venv $(VENV)
 
 # torch first and by itself: its exact pin is what keeps a CPU machine from fetching a CUDA build.
 $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
