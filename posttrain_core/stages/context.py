@@ -6,7 +6,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,8 +25,10 @@ from posttrain_core.lease import Lease
 from posttrain_core.manifest import (
     Fingerprint,
     Manifest,
+    ObjectRef,
     check_fingerprint,
     code_version,
+    commit_manifest,
     digest_of,
     environment,
     find_manifest,
@@ -109,8 +111,24 @@ class Run:
             raise RunConflict(f"{layout.manifest(self.name, scope, stage)} is missing: {stage} did not run")
         return found
 
-    def find(self, scope: Scope, stage: str) -> Manifest | None:
-        return find_manifest(self.store, layout.manifest(self.name, scope, stage))
+    def find(self, scope: Scope, stage: str, expected: Fingerprint | None = None) -> Manifest | None:
+        """The manifest where there is one. RunConflict when it has another fingerprint than `expected`."""
+        return find_manifest(self.store, layout.manifest(self.name, scope, stage), expected)
+
+    def commit(
+        self,
+        scope: Scope,
+        stage: str,
+        expected: Fingerprint,
+        objects: Sequence[ObjectRef],
+        metrics: Mapping[str, float] | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> Manifest:
+        """The stage is done from here on: its manifest, or the one that a faster process put down."""
+        manifest = Manifest(
+            stage, scope.iteration, expected, tuple(objects), metrics or {}, notes or {}, code_version=code_version()
+        )
+        return commit_manifest(self.store, layout.manifest(self.name, scope, stage), manifest, self.lease.check)
 
     def policy(self, version: int) -> Manifest:
         """The publish manifest of a policy version."""

@@ -8,10 +8,7 @@ from posttrain_core.layout import Scope
 from posttrain_core.manifest import (
     Manifest,
     ObjectRef,
-    code_version,
-    commit_manifest,
     commit_table,
-    find_manifest,
     find_table,
     read_table,
 )
@@ -44,12 +41,7 @@ def execute_shard(run: Run, scope: Scope, shard: int, rollouts: ObjectRef, sandb
 def commit_execute(run: Run, scope: Scope, shards: list[ObjectRef]) -> Manifest:
     """The stage's manifest, once every shard is there."""
     expected = run.fingerprint({"generate": run.manifest(scope, "generate").digest}, "sandbox", "domains")
-    key = layout.manifest(run.name, scope, "execute")
-    found = find_manifest(run.store, key, expected)
-    if found is not None:
-        return found
-    manifest = Manifest("execute", scope.iteration, expected, tuple(shards), code_version=code_version())
-    return commit_manifest(run.store, key, manifest, run.lease.check)
+    return run.find(scope, "execute", expected) or run.commit(scope, "execute", expected, shards)
 
 
 def _program(run: Run, rollout: Rollout, problem: str) -> ProgramRequest | None:

@@ -5,10 +5,7 @@ from posttrain_core.layout import Scope
 from posttrain_core.manifest import (
     Manifest,
     ObjectRef,
-    code_version,
-    commit_manifest,
     commit_table,
-    find_manifest,
     find_table,
     read_table,
 )
@@ -38,12 +35,7 @@ def generate_shard(run: Run, scope: Scope, shard: int, sampler: Sampler) -> Obje
 def commit_generate(run: Run, scope: Scope, shards: list[ObjectRef]) -> Manifest:
     """The stage's manifest, once every shard is there."""
     expected = run.fingerprint({"plan": run.manifest(scope, "plan").digest}, "sampler", "model")
-    key = layout.manifest(run.name, scope, "generate")
-    found = find_manifest(run.store, key, expected)
-    if found is not None:
-        return found
-    manifest = Manifest("generate", scope.iteration, expected, tuple(shards), code_version=code_version())
-    return commit_manifest(run.store, key, manifest, run.lease.check)
+    return run.find(scope, "generate", expected) or run.commit(scope, "generate", expected, shards)
 
 
 def make_rollouts(sampler: Sampler, rows: list[PlanRow]) -> list[Rollout]:

@@ -11,7 +11,7 @@ from posttrain_core.domains.mixture import exact_counts, training_counts
 from posttrain_core.domains.protocol import Domain
 from posttrain_core.errors import ConfigError, RunConflict
 from posttrain_core.layout import Scope
-from posttrain_core.manifest import Manifest, code_version, commit_manifest, commit_table, find_manifest
+from posttrain_core.manifest import Manifest, commit_table
 from posttrain_core.records import PlanRow, Problem, Purpose, Split
 from posttrain_core.schema import problem_json
 from posttrain_core.stages.context import Run
@@ -19,12 +19,11 @@ from posttrain_core.stages.context import Run
 
 def plan(run: Run, scope: Scope) -> Manifest:
     """Commit the plan of an iteration or an evaluation: one table per shard."""
-    key = layout.manifest(run.name, scope, "plan")
     sections = ("seed", "domains", "plan") if scope.purpose is Purpose.TRAIN else ("seed", "domains", "plan", "eval")
     # Problems and verifiers come from the same code and packages: with other ones this would be another plan.
     inputs = {"policy": run.policy(scope.iteration).digest, "verifiers": run.verdict_set}
     expected = run.fingerprint(inputs, *sections)
-    found = find_manifest(run.store, key, expected)
+    found = run.find(scope, "plan", expected)
     if found is not None:
         return found
     _same_verifiers(run, scope)
@@ -36,8 +35,7 @@ def plan(run: Run, scope: Scope) -> Manifest:
         for shard, part in enumerate(shards)
     ]
     counts = {"rollouts": float(len(rows)), "groups": float(len({row.group_id for row in rows}))}
-    manifest = Manifest("plan", scope.iteration, expected, tuple(refs), counts, code_version=code_version())
-    return commit_manifest(run.store, key, manifest, run.lease.check)
+    return run.commit(scope, "plan", expected, refs, counts)
 
 
 def plan_rows(run: Run, scope: Scope) -> Iterator[PlanRow]:

@@ -7,7 +7,7 @@ from typing import Any
 from posttrain_core import layout
 from posttrain_core.errors import LearnerFault
 from posttrain_core.layout import Scope
-from posttrain_core.manifest import Manifest, code_version, commit_folder, commit_manifest, find_manifest
+from posttrain_core.manifest import Manifest, commit_folder
 from posttrain_core.records import Sample
 from posttrain_core.stages.context import Run, new_attempt
 from posttrain_core.stages.session import LearnerSession, read_samples
@@ -19,8 +19,7 @@ def publish(run: Run, scope: Scope, session: LearnerSession) -> Manifest:
     """Commit policy version `scope.iteration + 1`."""
     update = run.manifest(scope, "update")
     expected = run.fingerprint({"update": update.digest}, "model")
-    key = layout.manifest(run.name, scope, "publish")
-    found = find_manifest(run.store, key, expected)
+    found = run.find(scope, "publish", expected)
     if found is not None:
         return found
     version = scope.iteration + 1
@@ -35,8 +34,7 @@ def publish(run: Run, scope: Scope, session: LearnerSession) -> Manifest:
             raise
         refs = commit_folder(run.store, prefix, Path(folder), semantic=True)
     notes = {"prefix": prefix, "probes": probes}
-    manifest = Manifest("publish", scope.iteration, expected, tuple(refs), {}, notes=notes, code_version=code_version())
-    return commit_manifest(run.store, key, manifest, run.lease.check)
+    return run.commit(scope, "publish", expected, refs, notes=notes)
 
 
 def _probe(session: LearnerSession, sample: Sample) -> dict[str, Any]:

@@ -13,11 +13,8 @@ from posttrain_core.learner.presets import resolve
 from posttrain_core.manifest import (
     Manifest,
     ObjectRef,
-    code_version,
     commit_folder,
-    commit_manifest,
     commit_table,
-    find_manifest,
     find_table,
     read_table,
 )
@@ -32,8 +29,7 @@ def update(run: Run, scope: Scope, session: LearnerSession) -> Manifest:
     """Commit samples, metrics and, when one is due, the checkpoint, all by one manifest."""
     inputs = {"verify": run.manifest(scope, "verify").digest, "policy": run.policy(scope.iteration).digest}
     expected = run.fingerprint(inputs, *_SECTIONS)
-    key = layout.manifest(run.name, scope, "update")
-    found = find_manifest(run.store, key, expected)
+    found = run.find(scope, "update", expected)
     if found is not None:
         return found
     ref = _samples(run, scope, expected)
@@ -45,16 +41,8 @@ def update(run: Run, scope: Scope, session: LearnerSession) -> Manifest:
         except LearnerFault:
             session.forget()
             raise
-    manifest = Manifest(
-        stage="update",
-        iteration=scope.iteration,
-        fingerprint=expected,
-        objects=(ref, *checkpoint),
-        metrics=metrics,
-        notes={"checkpoint": prefix} if checkpoint else {},
-        code_version=code_version(),
-    )
-    return commit_manifest(run.store, key, manifest, run.lease.check)
+    notes = {"checkpoint": prefix} if checkpoint else {}
+    return run.commit(scope, "update", expected, (ref, *checkpoint), metrics, notes)
 
 
 def make_samples(

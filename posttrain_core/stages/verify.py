@@ -9,10 +9,7 @@ from posttrain_core.layout import Scope
 from posttrain_core.manifest import (
     Manifest,
     ObjectRef,
-    code_version,
-    commit_manifest,
     commit_table,
-    find_manifest,
     find_table,
     read_table,
 )
@@ -45,15 +42,11 @@ def commit_verify(run: Run, scope: Scope, shards: list[ObjectRef]) -> Manifest:
     """The stage's manifest, once every shard is there, with the counts of its verdicts."""
     inputs = {"execute": run.manifest(scope, "execute").digest, "verifiers": run.verdict_set}
     expected = run.fingerprint(inputs, "domains")
-    key = layout.manifest(run.name, scope, "verify")
-    found = find_manifest(run.store, key, expected)
+    found = run.find(scope, "verify", expected)
     if found is not None:
         return found
     verdicts = [verdict for ref in shards for verdict in read_table(run.store, ref, Verdict)]
-    manifest = Manifest(
-        "verify", scope.iteration, expected, tuple(shards), summary(verdicts), code_version=code_version()
-    )
-    return commit_manifest(run.store, key, manifest, run.lease.check)
+    return run.commit(scope, "verify", expected, shards, summary(verdicts))
 
 
 def summary(verdicts: list[Verdict]) -> dict[str, float]:
