@@ -30,6 +30,7 @@ $(VENV)/bin/python:
 
 # torch first and by itself: its exact pin is what keeps a CPU machine from fetching a CUDA build.
 $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing about 1 GB into $(VENV), which takes some minutes"
 	$(PIP) install "$$(grep '^torch==' constraints.txt)"
 	$(PIP) install --constraint constraints.txt --editable '.[all]'
 	touch $@

@@ -178,7 +178,8 @@ def _summary(run: Run, scope: Scope) -> str:
     """One line for the terminal."""
     verified = run.manifest(scope, "verify").metrics
     if scope.purpose is not Purpose.TRAIN:
-        return f"version {scope.iteration}: held-out pass rate {verified.get('pass_rate', 0.0):.3f}"
+        rate = f"{verified['pass_rate']:.3f}" if "pass_rate" in verified else "unknown, no rollout could be judged"
+        return f"version {scope.iteration}: held-out pass rate {rate}"
     updated = run.manifest(scope, "update").metrics
     numbers = f"entropy {updated.get('entropy', 0.0):.3f}, gradient norm {updated.get('grad_norm', 0.0):.3f}"
     return f"iteration {scope.iteration}: reward {verified.get('reward_mean', 0.0):.3f}, {numbers}"

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+
 
 def semantic(default: Any, doc: str, **bounds: Any) -> Any:
     """A field whose value the results depend on."""
@@ -87,9 +89,9 @@ DomainConfig = Annotated[ProgramDomainConfig | ReasoningGymDomainConfig, Field(d
 
 
 class PlanConfig(Section):
-    problems_per_iteration: int = semantic(16, "Problems (groups) in an iteration.", ge=1)
-    group_size: int = semantic(8, "Rollouts of each problem.", ge=1)
-    max_new_tokens: int = semantic(32, "Response tokens of a rollout at most.", ge=1)
+    problems_per_iteration: int = semantic(16, "Problems (groups) in an iteration.", ge=1, le=100_000)
+    group_size: int = semantic(8, "Rollouts of each problem.", ge=1, le=10_000)
+    max_new_tokens: int = semantic(32, "Response tokens of a rollout at most.", ge=1, le=10_000_000)
     temperature: float = semantic(1.0, "Of the sampling distribution; the learner recomputes under the same.", gt=0)
     rollouts_per_shard: int = semantic(64, "Unit of fan-out and retry; a group is never split.", ge=1)
     min_scored_share: float = operational(0.5, "Below this share of scored rollouts an iteration stops.", ge=0, le=1)
@@ -237,14 +239,16 @@ class StopConfig(Section):
 
 
 class RunConfig(Section):
-    run: str = operational("demo", "Name of the run.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    run: str = operational("demo", "Name of the run.", pattern=_NAME)
     store: str = operational("runs", "Folder or s3://bucket/prefix under which runs are kept.", min_length=1)
     seed: int = semantic(0, "Every other seed derives from it.", ge=0, lt=2**31)
     iterations: int = operational(40, "Iterations in all; raise it and resume to go on.", ge=0)
     stop: StopConfig = operational(StopConfig(), "When to stop earlier.")
     model: ModelConfig = semantic(ModelConfig(), "The starting policy.")
     sft: SftConfig | None = semantic(None, "Supervised warm start; none by default.")
-    domains: dict[str, DomainConfig] = semantic(..., "The domains by name.", min_length=1)
+    domains: dict[Annotated[str, Field(pattern=_NAME)], DomainConfig] = semantic(
+        ..., "The domains by name.", min_length=1
+    )
     plan: PlanConfig = semantic(PlanConfig(), "What an iteration samples.")
     eval: EvalConfig = semantic(EvalConfig(), "Held-out evaluation.")
     sampler: SamplerConfig = semantic(InProcessSamplerConfig(), "What generates.")

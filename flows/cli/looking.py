@@ -8,6 +8,7 @@ import typer
 
 from flows.cli.options import DEFAULT_STORE, AsJson, InRun, RunName, Store
 from flows.cli.output import print_json, print_json_lines, print_table
+from posttrain_core.errors import ConfigError
 from posttrain_core.inspect import list_runs, open_run
 from posttrain_core.inspect.status import Status
 from posttrain_core.records import Outcome, Purpose
@@ -127,6 +128,8 @@ def report(
 
     found = report_of(open_run(store, run))
     if png is not None:
+        if png.suffix != ".png":
+            raise ConfigError(f"--png {png}: the name must end in .png")
         charts.png(found, png)
     if as_json:
         print_json(found.as_json())

@@ -19,10 +19,10 @@ from rich.console import Console
 from flows.cli.config_file import load_config
 from flows.cli.progress import TerminalProgress
 from flows.scratch import scratch_folder
-from flows.server import LocalServer, PrefectServerUnavailable, prefect_environment
+from flows.server import LocalServer, PrefectServerUnavailable, configured_api_url, prefect_environment
 from posttrain_core import layout
 from posttrain_core.config import RunConfig
-from posttrain_core.errors import RunConflict
+from posttrain_core.errors import ConfigError, RunConflict
 from posttrain_core.stages.context import read_config
 from posttrain_core.store import open_store
 
@@ -64,7 +64,13 @@ def resume(
 ) -> None:
     """Go on with a run from what its store holds. Operational settings may be changed with --set."""
     known = read_config(open_store(store), name).model_copy(update={"store": store})
-    execute(load_config(None, overrides or [], base=known), prefect)
+    config = load_config(None, overrides or [], base=known)
+    if (config.run, config.store) != (name, store):
+        raise ConfigError(
+            f"{name} in {store} is the record of run {config.run!r} in {config.store}: resume takes run and store as they "
+            "are (no --set of them, no folder renamed by hand); `posttrain run` starts another run"
+        )
+    execute(config, prefect)
 
 
 def execute(config: RunConfig, prefect: bool = True, console: Console | None = None) -> None:
@@ -74,6 +80,9 @@ def execute(config: RunConfig, prefect: bool = True, console: Console | None = N
     with interruptible(config, console), closing(LocalServer(home)) as server, TerminalProgress(console) as progress:
         begun = prefect and _begin(server, console)  # it takes seconds to start, and so do the engines
         train(config, progress, partial(_api_url, server, console) if begun else lambda: None)
+    where = f"--store {shlex.quote(config.store)}"
+    done = f"Run {config.run} is done. What came of it: {program()} report {config.run} {where}"
+    console.print(done, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -158,14 +167,24 @@ def _without(console: Console, error: PrefectServerUnavailable) -> None:
 
 def start_deployment(name: str, config: RunConfig) -> None:
     """Hand the run to a worker through the Prefect API that is configured. Folders are meant as they are here."""
+    url = configured_api_url()
+    if url is None:
+        raise ConfigError(
+            "--deployment needs a Prefect server: set PREFECT_API_URL to its API, as http://host:4200/api"
+        )
+    os.environ.update(prefect_environment(Path(), url))
     if config.store_is_local:
         config = config.model_copy(update={"store": open_store(config.store).url})
     if Path(config.model.path).is_dir():
         model = config.model.model_copy(update={"path": str(Path(config.model.path).absolute())})
         config = config.model_copy(update={"model": model})
     from prefect.deployments import run_deployment
+    from prefect.exceptions import ObjectNotFound
 
-    flow_run = run_deployment(name, parameters={"config": config.model_dump(mode="json")}, timeout=0)
+    try:
+        flow_run = run_deployment(name, parameters={"config": config.model_dump(mode="json")}, timeout=0)
+    except ObjectNotFound as error:
+        raise ConfigError(f"no deployment {name!r} at {url}: `prefect deploy --all` makes train/default") from error
     Console().print(f"flow run {getattr(flow_run, 'name', '?')} of {name} is scheduled; a worker takes it up")
 
 

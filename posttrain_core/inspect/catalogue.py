@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
@@ -10,10 +11,11 @@ from typing import Any
 
 from posttrain_core import layout
 from posttrain_core.config import RunConfig
-from posttrain_core.errors import ConfigError, ObjectNotFound
+from posttrain_core.errors import ConfigError, ObjectCorrupt, ObjectNotFound, RunConflict
 from posttrain_core.layout import Scope
 from posttrain_core.manifest import Manifest, parse_manifest
 from posttrain_core.records import Purpose
+from posttrain_core.schema import corrupt
 from posttrain_core.store import ObjectStore, open_store
 
 STAGES = ("plan", "generate", "execute", "verify", "update", "publish")
@@ -32,10 +34,16 @@ class Run:
     @cached_property
     def record(self) -> dict[str, Any]:
         """`run.json`: config, code_version, environment, created. ConfigError when there is no such run."""
+        key = layout.run_record(self.name)
         try:
-            found: dict[str, Any] = json.loads(self.store.get(layout.run_record(self.name)))
+            found: dict[str, Any] = json.loads(self.store.get(key))
+            name, _ = found["config"]["run"], found["created"]
         except ObjectNotFound:
             raise ConfigError(_no_run(self.store, self.name)) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise corrupt(key, f"it is not the record of a run ({error!r})") from error
+        if name != self.name:
+            raise RunConflict(f"{key} is the record of run {name!r}: the folder was renamed or copied; name it back")
         return found
 
     @cached_property
@@ -101,7 +109,16 @@ def open_run(url: str, name: str = "") -> Run:
 def list_runs(store: ObjectStore) -> list[Run]:
     """The runs in a store, the newest last."""
     runs = [Run(store, name) for name in _run_names(store) if store.stat(layout.run_record(name)) is not None]
-    return sorted(runs, key=lambda run: (run.record["created"], run.name))
+    return sorted(filter(_readable, runs), key=lambda run: (run.record["created"], run.name))
+
+
+def _readable(run: Run) -> bool:
+    """One damaged record must not hide the other runs; who asks for that run by name is told."""
+    try:
+        return bool(run.record)
+    except (ObjectCorrupt, RunConflict) as error:
+        warnings.warn(f"left out: {error}", stacklevel=2)
+        return False
 
 
 def _run_names(store: ObjectStore) -> list[str]:

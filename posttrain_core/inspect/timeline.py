@@ -12,6 +12,7 @@ from posttrain_core.inspect.catalogue import Run
 from posttrain_core.layout import Scope
 from posttrain_core.records import Purpose
 
+_FIELDS = {"stage", "shard", "host", "process", "started", "ended"}
 _ITERATION = re.compile(r"iteration=(\d+)/")
 
 
@@ -49,10 +50,9 @@ def intervals(run: Run) -> list[Interval]:
     keys = [info.key for purpose in Purpose for info in run.store.list(_folder(run.name, purpose))]
     with ThreadPoolExecutor() as pool:
         found = [
-            _interval(key, purpose, json.loads(data))
+            _interval(key, _purpose(run.name, key), record)
             for key, data in zip(keys, pool.map(run.store.get, keys), strict=True)
-            for purpose in [_purpose(run.name, key)]
-            if data
+            if (record := _record(data))
         ]
     return sorted(found, key=lambda interval: (interval.started, interval.ended))
 
@@ -77,10 +77,19 @@ def covered(found: Iterable[Interval]) -> float:
     return total
 
 
+def _record(data: bytes) -> dict[str, Any] | None:
+    """Telemetry is written without fsync: after a power cut it may be anything, and no run depends on it."""
+    try:
+        record = json.loads(data)
+        return record if isinstance(record, dict) and record.keys() >= _FIELDS else None
+    except ValueError:
+        return None
+
+
 def _interval(key: str, purpose: Purpose, record: dict[str, Any]) -> Interval:
     match = _ITERATION.search(key)
     assert match is not None, key
-    known = {name: record.pop(name) for name in ("stage", "shard", "host", "process", "started", "ended")}
+    known = {name: record.pop(name) for name in _FIELDS}
     return Interval(iteration=int(match[1]), purpose=str(purpose), facts=record, **known)
 
 

@@ -1,5 +1,6 @@
 """The folder of the starting model: given, made (numpy learner), or fetched from a hub."""
 
+import json
 from pathlib import Path
 
 from posttrain_core.config import RunConfig
@@ -14,10 +15,23 @@ def starting_policy(config: RunConfig, scratch: Path) -> Path:
         return scratch / "policy"
     folder = Path(config.model.path).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"model.path: {folder} holds no config.json; it must be a Hugging Face model folder")
+        _check_context(folder, config.plan.max_new_tokens)
         return folder
     return _from_hub(config.model.path)
+
+
+def _check_context(folder: Path, max_new_tokens: int) -> None:
+    """ConfigError where the folder holds no readable config.json, or no prompt would fit beside a response."""
+    try:
+        context = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"model.path: {folder} holds no readable config.json ({error}); it must be a Hugging Face model folder"
+        ) from error
+    if isinstance(context, int) and max_new_tokens >= context:
+        raise ConfigError(
+            f"plan.max_new_tokens is {max_new_tokens}: the model in {folder} holds {context} tokens, prompt included"
+        )
 
 
 def _from_hub(name: str) -> Path:

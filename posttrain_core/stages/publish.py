@@ -29,8 +29,9 @@ def publish(run: Run, scope: Scope, session: LearnerSession) -> Manifest:
             session.bring_to(version)
             session.learner.export_policy(Path(folder))
             probes = [_probe(session, sample) for sample in read_samples(run, update)[:_PROBES]]
-        except LearnerFault:
+        except LearnerFault as error:
             session.forget()
+            run.progress.note(f"{scope}: the learner failed and is brought up again from the store: {error}"[:300])
             raise
         refs = commit_folder(run.store, prefix, Path(folder), semantic=True)
     notes = {"prefix": prefix, "probes": probes}

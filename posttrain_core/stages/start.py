@@ -6,7 +6,7 @@ from pathlib import Path
 
 from posttrain_core import layout
 from posttrain_core.domains.mixture import exact_counts
-from posttrain_core.errors import ConfigError
+from posttrain_core.errors import ConfigError, LearnerFault
 from posttrain_core.layout import Scope
 from posttrain_core.learner.protocol import Demonstration
 from posttrain_core.learner.starting import starting_policy
@@ -44,6 +44,8 @@ def start(run: Run, session: LearnerSession) -> Manifest:
         base = _policy_files(starting_policy(run.config, Path(scratch) / "made"), Path(scratch) / "files")
         expected = run.fingerprint({"model": _folder_digest(base)}, *sections)
         prefix = layout.policy(run.name, 0, new_attempt())
+        run.progress.note(f"warm start on {run.config.sft.num_demonstrations} examples" if run.config.sft else "start")
+        _check_loads(session, base, run.config.model.path)
         if run.config.sft is None:
             refs, metrics = commit_folder(run.store, prefix, base, semantic=True), {}
         else:
@@ -69,8 +71,6 @@ def sft(run: Run, session: LearnerSession, base: Path, expected: Mapping[str, ob
     examples = [Demonstration(row.prompt, row.response) for row in read_table(run.store, table, DemonstrationRow)]
     prefix = layout.policy(run.name, 0, new_attempt())
     with run.timed(Scope(0), "sft", examples=len(examples)), tempfile.TemporaryDirectory(dir=run.scratch) as folder:
-        session.forget()
-        session.learner.load_weights(base)
         metrics = session.learner.sft(examples, config, run.seed("sft"))
         session.learner.export_policy(Path(folder))
         refs: list[ObjectRef] = commit_folder(run.store, prefix, Path(folder), semantic=True)
@@ -90,6 +90,15 @@ def demonstrations(run: Run, num: int) -> list[DemonstrationRow]:
     if not rows:
         raise ConfigError(f"sft: none of the domains {sorted(run.domains)} has demonstrations; remove the section sft")
     return rows
+
+
+def _check_loads(session: LearnerSession, base: Path, named: str) -> None:
+    """A model that cannot be loaded must not become version 0: ConfigError."""
+    session.forget()
+    try:
+        session.learner.load_weights(base)
+    except LearnerFault as error:
+        raise ConfigError(f"model.path: the model in {named or base} cannot be loaded: {error}") from error
 
 
 def _policy_files(folder: Path, into: Path) -> Path:

@@ -38,8 +38,9 @@ def update(run: Run, scope: Scope, session: LearnerSession) -> Manifest:
         try:
             metrics = session.step(scope.iteration, samples)
             prefix, checkpoint = _checkpoint(run, scope, session)
-        except LearnerFault:
+        except LearnerFault as error:
             session.forget()
+            run.progress.note(f"{scope}: the learner failed and is brought up again from the store: {error}"[:300])
             raise
     notes = {"checkpoint": prefix} if checkpoint else {}
     return run.commit(scope, "update", expected, (ref, *checkpoint), metrics, notes)

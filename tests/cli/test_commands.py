@@ -1,6 +1,7 @@
 """The commands that look at runs: output, JSON, exit codes, and that they are light."""
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from posttrain_core.store.local import LocalStore
 from posttrain_core.store.memory import MemoryStore
 from posttrain_core.store.probe import check_conditional_writes
 from tests.cli.conftest import Command
+from tests.crash.test_kills import scripted
 
 HEAVY = ("torch", "prefect", "deepspeed", "transformers", "boto3", "matplotlib")
 
@@ -264,3 +266,27 @@ def test_what_json_cannot_hold_is_made_plain() -> None:
         "f": None,
     }
     assert plain(value) == {"a": 5, "b": 0.5, "c": None, "d": "01", "e": ["2030-01-02"], "f": None}
+
+
+def test_resume_goes_on_with_the_run_it_is_given(posttrain: Command, tmp_path: Path, finished_run: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(finished_run, store)
+    for changed in ("run=other", f"store={tmp_path / 'other'}"):
+        code, _, said = posttrain("resume", "r", "--store", str(store), "--no-prefect", "--set", changed)
+        assert code == 2
+        assert "starts another run" in said
+    (store / "runs/r").rename(store / "runs/renamed")
+    code, _, said = posttrain("resume", "renamed", "--store", str(store), "--no-prefect")
+    assert code == 2
+    assert "record of run 'r'" in said
+    assert not (tmp_path / "other").exists()
+    assert [entry.name for entry in (store / "runs").iterdir()] == ["renamed"]
+
+
+def test_a_deployment_needs_a_server(posttrain: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setenv("PREFECT_PROFILES_PATH", str(tmp_path / "none.toml"))
+    (tmp_path / "run.yaml").write_text(scripted(tmp_path / "store").model_dump_json())
+    code, _, said = posttrain("run", str(tmp_path / "run.yaml"), "--deployment", "train/default")
+    assert code == 2
+    assert "PREFECT_API_URL" in said

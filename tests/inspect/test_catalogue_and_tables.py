@@ -9,10 +9,11 @@ import pyarrow.dataset as ds
 import pytest
 
 from posttrain_core import layout
-from posttrain_core.errors import ConfigError, ObjectCorrupt, ObjectNotFound
+from posttrain_core.errors import ConfigError, ObjectCorrupt, ObjectNotFound, RunConflict
 from posttrain_core.inspect import Run, list_runs, open_run
 from posttrain_core.inspect.query import sql
 from posttrain_core.inspect.tables import STAGE_OF_TABLE, dataset, read
+from posttrain_core.inspect.timeline import intervals
 from posttrain_core.layout import Scope
 from posttrain_core.manifest import Manifest, ObjectRef, commit_manifest, commit_table
 from posttrain_core.records import Execution, FinishReason, Outcome, Purpose, Rollout
@@ -48,9 +49,34 @@ def test_an_unknown_run_is_named_with_the_nearest(own_store: Path) -> None:
 def test_the_newest_run_is_taken_when_none_is_named(own_store: Path) -> None:
     shutil.copytree(own_store / "runs/r", own_store / "runs/a")
     record = own_store / "runs/a/run.json"
-    record.write_text(re.sub('"created": "....', '"created": "9999', record.read_text()))
+    text = re.sub('"created": "....', '"created": "9999', record.read_text())
+    record.write_text(text)
+    with pytest.warns(UserWarning, match="is the record of run 'r': the folder was renamed"):
+        assert open_run(str(own_store)).name == "r"
+    with pytest.raises(RunConflict, match="name it back"):
+        open_run(str(own_store), "a")
+    record.write_text(text.replace('"run": "r"', '"run": "a"'))
     assert open_run(str(own_store)).name == "a"
     assert [run.name for run in list_runs(in_memory(own_store))] == ["r", "a"]
+
+
+def test_a_damaged_record_hides_no_other_run(own_store: Path) -> None:
+    (own_store / "runs/broken").mkdir()
+    for text in ("", "{}", "[]", "{"):
+        (own_store / "runs/broken/run.json").write_text(text)
+        with pytest.warns(UserWarning, match="left out"):
+            assert [run.name for run in list_runs(open_store(str(own_store)))] == ["r"]
+        with pytest.raises(ObjectCorrupt, match=r"runs/broken/run.json"):
+            open_run(str(own_store), "broken")
+
+
+def test_damaged_telemetry_is_left_out(own_store: Path) -> None:
+    run = open_run(str(own_store), "r")
+    before = intervals(run)
+    paths = sorted((own_store / "runs/r/telemetry").rglob("*.json"))
+    for path, text in zip(paths, ("zzz", "[]", "{}"), strict=False):
+        path.write_text(text)
+    assert len(intervals(run)) == len(before) - 3
 
 
 @pytest.mark.parametrize("name", STAGE_OF_TABLE)
