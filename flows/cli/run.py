@@ -67,8 +67,8 @@ def resume(
     config = load_config(None, overrides or [], base=known)
     if (config.run, config.store) != (name, store):
         raise ConfigError(
-            f"{name} in {store} is the record of run {config.run!r} in {config.store}: resume takes run and store as they "
-            "are (no --set of them, no folder renamed by hand); `posttrain run` starts another run"
+            f"{name} in {store} is the record of run {config.run!r} in {config.store}: resume takes run and store as "
+            "they are (no --set of them, no folder renamed by hand); `posttrain run` starts another run"
         )
     execute(config, prefect)
 
