@@ -4,6 +4,7 @@ Exit codes: 0, 1 (unexpected), 2 (wrong settings or arguments), 130 (interrupted
 """
 
 import sys
+import warnings
 
 import typer
 
@@ -27,6 +28,7 @@ for command in (demo, init, run, resume, status, report, show, rollouts, sql, do
 
 def main() -> None:
     """Errors that have a name are one message and an exit code; the others keep their traceback."""
+    warnings.formatwarning = lambda message, *_, **__: f"posttrain: {message}\n"
     try:
         app()
     except PosttrainError as error:
