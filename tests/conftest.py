@@ -1,6 +1,7 @@
 """What several folders of tests ask for: an S3 server on this machine with made-up credentials, and a finished run."""
 
 import itertools
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ import pytest
 
 BUCKET = "bucket"
 _prefixes = itertools.count()
+
+# Started in the background, a process inherits that SIGINT is ignored, and so would everything that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -98,7 +98,8 @@ def interruptible(config: RunConfig, console: Console) -> Iterator[None]:
         console.print(f"\n{said}\n  {resume_command(config)}", style="bold", markup=False, soft_wrap=True)
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as under nohup
+    if ignored or threading.current_thread() is not threading.main_thread():
         yield
         return
     former = signal.signal(signal.SIGINT, interrupt)

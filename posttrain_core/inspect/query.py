@@ -11,7 +11,7 @@ The first five have the columns `iteration` (of an evaluation: the policy versio
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -74,7 +74,9 @@ def _interruptible(connection: duckdb.DuckDBPyConnection, work: Callable[[], pa.
         try:
             return pending.result()
         except KeyboardInterrupt:
-            connection.interrupt()
+            while not pending.done():  # it may not have begun yet, and an interrupt then is lost
+                connection.interrupt()
+                wait([pending], timeout=0.05)
             raise
 
 
