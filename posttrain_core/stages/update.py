@@ -4,23 +4,19 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from posttrain_core import layout
 from posttrain_core.errors import LearnerFault, RunConflict, StageIncomplete
 from posttrain_core.layout import Scope
 from posttrain_core.learner.advantages import advantages, overlong_penalty
 from posttrain_core.learner.presets import resolve
-from posttrain_core.manifest import (
-    Manifest,
-    ObjectRef,
-    commit_folder,
-    commit_table,
-    find_table,
-    read_table,
-)
+from posttrain_core.manifest import Manifest, ObjectRef, commit_folder, commit_table, read_table
 from posttrain_core.records import Outcome, PlanRow, Purpose, Rollout, Sample, Verdict
 from posttrain_core.stages.context import Run, new_attempt
 from posttrain_core.stages.session import LearnerSession
+
+R = TypeVar("R")
 
 _SECTIONS = ("seed", "model", "sft", "plan", "algorithm", "learner")
 
@@ -32,9 +28,12 @@ def update(run: Run, scope: Scope, session: LearnerSession) -> Manifest:
     found = run.find(scope, "update", expected)
     if found is not None:
         return found
-    ref = _samples(run, scope, expected)
-    samples = read_table(run.store, ref, Sample)
-    with run.timed(scope, "update", samples=len(samples)):
+    plan = _rows(run, scope, "plan", PlanRow)
+    rollouts, verdicts = _rows(run, scope, "generate", Rollout), _rows(run, scope, "verify", Verdict)
+    with run.timed(scope, "update") as telemetry:
+        samples = list(make_samples(run, plan, rollouts, verdicts))
+        _enough(run, scope, verdicts, len(samples))
+        telemetry["samples"] = len(samples)
         try:
             metrics = session.step(scope.iteration, samples)
             prefix, checkpoint = _checkpoint(run, scope, session)
@@ -42,8 +41,9 @@ def update(run: Run, scope: Scope, session: LearnerSession) -> Manifest:
             session.forget()
             run.progress.note(f"{scope}: the learner failed and is brought up again from the store: {error}"[:300])
             raise
+    table = commit_table(run.store, layout.table(run.name, "samples", scope, 0), "samples", samples, expected)
     notes = {"checkpoint": prefix} if checkpoint else {}
-    return run.commit(scope, "update", expected, (ref, *checkpoint), metrics, notes)
+    return run.commit(scope, "update", expected, (table, *checkpoint), metrics, notes)
 
 
 def make_samples(
@@ -88,19 +88,8 @@ def _sample(rollout: Rollout, reward: float, advantage: float, temperature: floa
     )
 
 
-def _samples(run: Run, scope: Scope, expected: object) -> ObjectRef:
-    fields = dict(expected)  # type: ignore[call-overload]
-    key = layout.table(run.name, "samples", scope, 0)
-    found = find_table(run.store, key, fields)
-    if found is not None:
-        return found
-    rows = {
-        stage: [row for ref in run.manifest(scope, stage).objects for row in read_table(run.store, ref, record)]
-        for stage, record in (("plan", PlanRow), ("generate", Rollout), ("verify", Verdict))
-    }
-    samples = list(make_samples(run, rows["plan"], rows["generate"], rows["verify"]))  # type: ignore[arg-type]
-    _enough(run, scope, rows["verify"], len(samples))  # type: ignore[arg-type]
-    return commit_table(run.store, key, "samples", samples, fields)
+def _rows(run: Run, scope: Scope, stage: str, record: type[R]) -> list[R]:
+    return [row for ref in run.manifest(scope, stage).objects for row in read_table(run.store, ref, record)]
 
 
 def _enough(run: Run, scope: Scope, verdicts: Sequence[Verdict], num_samples: int) -> None:
