@@ -6,9 +6,10 @@ seal, the sha256 of all other bytes, so an object found without its manifest can
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
+from functools import cache, lru_cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import pyarrow as pa
@@ -79,49 +80,69 @@ def _arrow_fields(record: Any) -> list[pa.Field]:
     ]
 
 
+@cache
 def arrow_schema(name: str) -> pa.Schema:
     return pa.schema(_arrow_fields(TABLES[name]))
 
 
 def to_table(name: str, records: Sequence[Any]) -> pa.Table:
     """Records of the table's class, in order, as an Arrow table."""
-    schema = arrow_schema(name)
-    columns = [
-        pa.array([_plain(getattr(record, field.name)) for record in records], type=field.type) for field in schema
-    ]
+    schema, hints = arrow_schema(name), get_type_hints(TABLES[name])
+    columns = []
+    for field in schema:
+        convert = _writer(hints[field.name])
+        values = [getattr(record, field.name) for record in records]
+        columns.append(pa.array(map(convert, values) if convert else values, type=field.type, size=len(values)))
     return pa.Table.from_arrays(columns, schema=schema)
 
 
 def from_table(record: type[R], table: pa.Table) -> list[R]:
     """The inverse of `to_table`."""
     hints = get_type_hints(record)
-    names = [f.name for f in fields(record)]  # type: ignore[arg-type]
-    columns = [[_typed(hints[name], value) for value in table.column(name).to_pylist()] for name in names]
-    return [record(**dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
+    columns = []
+    for field in fields(record):  # type: ignore[arg-type]
+        convert = _reader(hints[field.name])
+        values = table.column(field.name).to_pylist()
+        columns.append(map(convert, values) if convert else values)
+    return [record(*row) for row in zip(*columns, strict=True)]
 
 
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return sorted((key, _plain(item)) for key, item in value.items())
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value] if value and not isinstance(value[0], int | float) else list(value)
-    return value
+Converter = Callable[[Any], Any]
 
 
-def _typed(hint: Any, value: Any) -> Any:
+@cache
+def _writer(hint: Any) -> Converter | None:
+    """From a value of the annotated type to what Arrow takes; None where Arrow takes the value itself."""
     origin = get_origin(hint)
     if origin is tuple:
-        item = get_args(hint)[0]
-        return tuple(value) if item in (int, float, str) else tuple(_typed(item, element) for element in value)
+        item = _writer(get_args(hint)[0])
+        return (lambda values: [item(value) for value in values]) if item else None
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return dict(value)
+        return lambda value: sorted(value.items())
     if is_dataclass(hint):
-        hints = get_type_hints(hint)
-        return hint(**{name: _typed(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
+        parts = [(name, _writer(part) or _same) for name, part in get_type_hints(hint).items()]
+        return lambda value: {name: convert(getattr(value, name)) for name, convert in parts}
+    return None
+
+
+@cache
+def _reader(hint: Any) -> Converter | None:
+    """The inverse of `_writer`."""
+    origin = get_origin(hint)
+    if origin is tuple:
+        item = _reader(get_args(hint)[0])
+        return (lambda values: tuple(map(item, values))) if item else tuple
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return dict
+    if is_dataclass(hint):
+        parts = [(name, _reader(part) or _same) for name, part in get_type_hints(hint).items()]
+        return lambda value: hint(**{name: convert(value[name]) for name, convert in parts})  # type: ignore[operator]
     if isinstance(hint, type) and issubclass(hint, StrEnum):
-        return hint(value)
+        return {str(member): member for member in hint}.__getitem__
+    return None
+
+
+def _same(value: Any) -> Any:
     return value
 
 
@@ -130,6 +151,7 @@ def problem_json(problem: Problem) -> str:
     return json.dumps(asdict(problem), sort_keys=True)
 
 
+@lru_cache(maxsize=4096)  # the rollouts of a group share their problem
 def parse_problem(text: str) -> Problem:
     """The inverse of `problem_json`."""
     record: dict[str, Any] = json.loads(text)
