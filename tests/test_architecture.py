@@ -14,9 +14,12 @@ BANDS = [  # each imports only from those after it; siblings not from each other
     {"domains"},
     {"sampling", "sandbox", "verifiers", "learner"},
     {"store", "manifest", "schema", "layout", "lease"},
-    {"records", "config", "errors"},
+    {"records", "config", "errors", "chat"},
 ]
-FAMILIES = [{"store", "manifest", "schema", "layout", "lease"}, {"records", "config", "errors"}]  # may know each other
+FAMILIES = [
+    {"store", "manifest", "schema", "layout", "lease"},
+    {"records", "config", "errors", "chat"},
+]  # may know each other
 HEAVY = {  # package: where it may be imported
     "torch": {f"learner/{name}" for name in ("engine", "training", "losses", "model", "tiny", "worker")}
     | {f"sampling/{name}" for name in ("inprocess", "decoding", "kv_cache", "weights")},

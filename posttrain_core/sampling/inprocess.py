@@ -4,7 +4,6 @@ For small models and tests. The same call again gives the same tokens and log-pr
 with a fixed number of threads; a request's random numbers never depend on its neighbours.
 """
 
-import json
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
+from posttrain_core.chat import prompt_ids
 from posttrain_core.config import InProcessSamplerConfig
 from posttrain_core.errors import SamplerUnavailable
 from posttrain_core.records import FinishReason, Message
@@ -77,17 +77,7 @@ class InProcessSampler:
         """
         self._loaded()
         with self._tokenizer_lock:
-            if self._tokenizer.chat_template:
-                ids = self._tokenizer.apply_chat_template(
-                    [_chat_message(message) for message in messages],
-                    add_generation_prompt=True,
-                    tokenize=True,
-                    return_dict=False,
-                )
-            else:
-                lines = "".join(f"{message.role}: {message.content}\n" for message in messages)
-                ids = self._tokenizer(lines + "assistant:")["input_ids"]
-        return tuple(ids)
+            return tuple(prompt_ids(self._tokenizer, messages))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         self._loaded()
@@ -179,13 +169,3 @@ def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     configured = model.generation_config.eos_token_id
     ids = set(configured) if isinstance(configured, list | tuple) else {configured}
     return frozenset(ids | {tokenizer.eos_token_id}) - {None}
-
-
-def _chat_message(message: Message) -> dict[str, Any]:
-    """The form chat templates read."""
-    chat: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        chat["tool_calls"] = json.loads(message.tool_calls)
-    if message.tool_call_id:
-        chat["tool_call_id"] = message.tool_call_id
-    return chat

@@ -44,9 +44,8 @@ def start(run: Run, session: LearnerSession) -> Manifest:
         base = _policy_files(starting_policy(run.config, Path(scratch) / "made"), Path(scratch) / "files")
         expected = run.fingerprint({"model": _folder_digest(base)}, *sections)
         prefix = layout.policy(run.name, 0, new_attempt())
-        run.progress.note(f"warm start on {run.config.sft.num_demonstrations} examples" if run.config.sft else "start")
-        _check_loads(session, base, run.config.model.path)
         if run.config.sft is None:
+            _load(session, base, run.config.model.path)
             refs, metrics = commit_folder(run.store, prefix, base, semantic=True), {}
         else:
             trained = sft(run, session, base, expected)
@@ -66,6 +65,8 @@ def sft(run: Run, session: LearnerSession, base: Path, expected: Mapping[str, ob
         return found
     config = run.config.sft
     assert config is not None
+    run.progress.note(f"warm start on {config.num_demonstrations} examples")
+    _load(session, base, run.config.model.path)
     rows = demonstrations(run, config.num_demonstrations)
     table = commit_table(run.store, layout.demonstrations(run.name), "demonstrations", rows, expected)
     examples = [Demonstration(row.prompt, row.response) for row in read_table(run.store, table, DemonstrationRow)]
@@ -92,7 +93,7 @@ def demonstrations(run: Run, num: int) -> list[DemonstrationRow]:
     return rows
 
 
-def _check_loads(session: LearnerSession, base: Path, named: str) -> None:
+def _load(session: LearnerSession, base: Path, named: str) -> None:
     """A model that cannot be loaded must not become version 0: ConfigError."""
     session.forget()
     try:
