@@ -51,11 +51,20 @@ class SftConfig(Section):
 # --- domains ----------------------------------------------------------------------------------------------------
 
 
-class ProgramDomainConfig(Section):
+class DomainSection(Section):
+    """What every domain can be told."""
+
+    weight: float = semantic(1.0, "Share of the training problems, relative to the other domains.", gt=0)
+    max_new_tokens: int | None = semantic(None, "Response tokens at most. Default: plan.max_new_tokens.", ge=1)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = semantic(
+        (), "A rollout ends when its text holds one of these strings.", max_length=16
+    )
+
+
+class ProgramDomainConfig(DomainSection):
     """Programming by example: write a Python expression for an integer function."""
 
     type: Literal["program"] = "program"
-    weight: float = semantic(1.0, "Share of the training problems, relative to the other domains.", gt=0)
     instruction: str = semantic(
         "Each pair is x:f(x) for an integer function f. Answer with a Python expression in x, and nothing else.\n",
         "Put before the examples. A policy warm-started on the bare examples needs none.",
@@ -65,14 +74,13 @@ class ProgramDomainConfig(Section):
     )
 
 
-class ReasoningGymDomainConfig(Section):
+class ReasoningGymDomainConfig(DomainSection):
     """A generator of the reasoning-gym package, by name."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     generator: str = semantic(..., "Name of the generator, such as basic_arithmetic.")
     options: dict[str, Any] = semantic({}, "Arguments of the generator.")
     num_problems: int = semantic(2000, "Problems generated and split into training and held-out ones.", ge=10)
-    weight: float = semantic(1.0, "Share of the training problems, relative to the other domains.", gt=0)
     score_timeout_seconds: float = semantic(5.0, "Limit of one call of the package's scorer.", gt=0)
     min_score: float = semantic(
         1.0, "A score below it is reward 0: the usual scorer pays part for a wrong answer that contains the right one."
@@ -88,11 +96,27 @@ DomainConfig = Annotated[ProgramDomainConfig | ReasoningGymDomainConfig, Field(d
 # --- plan and evaluation ----------------------------------------------------------------------------------------
 
 
+class RepetitionConfig(Section):
+    """A rollout is hopeless, and cut, when its last `num_tokens` tokens repeat a period of at most `max_period`."""
+
+    num_tokens: int = semantic(256, "Tokens that repeat.", ge=4)
+    max_period: int = semantic(64, "Longest period that is looked for, in tokens.", ge=1)
+
+    @model_validator(mode="after")
+    def _repeats(self) -> "RepetitionConfig":
+        if self.num_tokens < 2 * self.max_period:
+            raise ValueError(f"num_tokens {self.num_tokens} holds fewer than two periods of {self.max_period}")
+        return self
+
+
 class PlanConfig(Section):
     problems_per_iteration: int = semantic(16, "Problems (groups) in an iteration.", ge=1, le=100_000)
     group_size: int = semantic(8, "Rollouts of each problem.", ge=1, le=10_000)
     max_new_tokens: int = semantic(32, "Response tokens of a rollout at most.", ge=1, le=10_000_000)
     temperature: float = semantic(1.0, "Of the sampling distribution; the learner recomputes under the same.", gt=0)
+    repetition: RepetitionConfig | None = semantic(
+        RepetitionConfig(), "Cut rollouts that repeat themselves; null lets them run to their limit."
+    )
     rollouts_per_shard: int = semantic(64, "Unit of fan-out and retry; a group is never split.", ge=1)
     min_scored_share: float = operational(0.5, "Below this share of scored rollouts an iteration stops.", ge=0, le=1)
 
@@ -123,7 +147,52 @@ class ScriptedSamplerConfig(Section):
     responses: tuple[str, ...] = semantic(("x+1", "x+2", "x*x", "(", ""), "What it can answer.", min_length=1)
 
 
-SamplerConfig = Annotated[InProcessSamplerConfig | ScriptedSamplerConfig, Field(discriminator="type")]
+class VllmLaunchConfig(Section):
+    """vLLM servers that a run starts, watches and stops itself, in an environment of their own (`make vllm`)."""
+
+    python: str = operational("", "Interpreter of vLLM's environment. Default: .venv-vllm/bin/python of the checkout.")
+    num_servers: int = operational(1, "Servers; the load is spread over them.", ge=1)
+    devices: tuple[str, ...] = operational(
+        (), "CUDA_VISIBLE_DEVICES of each server, such as ['0,1', '2,3']. Default: one GPU each, in order."
+    )
+    tensor_parallel_size: int = operational(1, "GPUs over which a server splits the model.", ge=1)
+    max_num_seqs: int = operational(128, "Sequences that a server decodes together.", ge=1)
+    gpu_memory_utilization: float = operational(0.9, "Share of a GPU's memory that a server takes.", gt=0, le=1)
+    kv_cache_gib: float = operational(1.0, "Key/value cache of a server on CPU, GiB.", gt=0)
+    threads: int = operational(0, "CPU threads of a server; 0 is cores / servers.", ge=0)
+    sleep_while_training: bool = operational(
+        False, "Give the GPU's memory back while the learner works, for learner and sampler on one GPU."
+    )
+    arguments: tuple[str, ...] = operational((), "Further arguments of vLLM's server.")
+    stall_seconds: float = operational(600.0, "A start without a sign of progress for so long has failed.", gt=0)
+
+
+class VllmSamplerConfig(Section):
+    """vLLM servers over HTTP: those named by `url`, or else servers of the run's own (`launch`)."""
+
+    type: Literal["vllm"] = "vllm"
+    url: tuple[str, ...] = operational((), "Servers that run already, such as http://gpu1:8000 (see docs/vllm.md).")
+    launch: VllmLaunchConfig | None = operational(None, "How to start servers. Default, without `url`: one server.")
+    api_key_env: str = operational("VLLM_API_KEY", "Environment variable with the servers' API key, if they want one.")
+    shared_folder: str = operational(
+        "", "Where servers on other machines find weights: a folder on a file system that all of them mount."
+    )
+    requests_per_server: int = operational(256, "Requests that a server is given at once.", ge=1)
+    stall_seconds: float = operational(60.0, "A server that gives no token to any request for so long is hung.", gt=0)
+    probe_tolerance: float | None = operational(
+        None, "Largest difference of a probe token's log-probability. Default: 0.005 in float32, 0.3 in bfloat16.", gt=0
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "VllmSamplerConfig":
+        if self.url and self.launch is not None:
+            raise ValueError("give url (servers that run already) or launch (servers to start), not both")
+        return self
+
+
+SamplerConfig = Annotated[
+    InProcessSamplerConfig | VllmSamplerConfig | ScriptedSamplerConfig, Field(discriminator="type")
+]
 
 
 class EmbeddedSandboxConfig(Section):
@@ -166,6 +235,16 @@ class ImportanceConfig(Section):
     limit: float = semantic(2.0, "Cap (truncated) or upper bound (masked; the lower is its inverse).", gt=1)
 
 
+class MismatchConfig(Section):
+    """Limits of the difference between sampler and learner log-probabilities; an update beyond one stops the run."""
+
+    max_mean_difference: float | None = operational(0.3, "Of the mean absolute difference of a token.", gt=0)
+    max_kl: float | None = operational(0.2, "Of the estimated KL(sampler || learner) per token.", gt=0)
+    min_ess_share: float | None = operational(
+        0.1, "Of the effective sample size of the importance weights, as a share of the tokens.", gt=0, le=1
+    )
+
+
 class AlgorithmConfig(Section):
     """A preset names advantage, ratio, clipping and normalisation; each part can be set on its own."""
 
@@ -178,6 +257,7 @@ class AlgorithmConfig(Section):
     kl: KlConfig | None = semantic(None, "Divergence from the starting policy; none by default.")
     entropy_coefficient: float = semantic(0.0, "Bonus for entropy.", ge=0)
     importance: ImportanceConfig = semantic(ImportanceConfig(), "Sampler/learner correction.")
+    mismatch: MismatchConfig = operational(MismatchConfig(), "When sampler and learner differ too much to go on.")
     truncated: Literal["zero", "mask"] = semantic(
         "zero", "Rollouts that a limit cut: learned from with their reward of 0, or left out."
     )
@@ -194,11 +274,27 @@ class NumpyLearnerConfig(Section):
     learning_rate: float = semantic(0.5, "Step of plain policy gradient.", gt=0)
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al., arXiv 2106.09685): only they are trained; the rest of the policy is frozen."""
+
+    rank: int = semantic(16, "Rank of the adapters.", ge=1)
+    alpha: float = semantic(32.0, "The adapters' product is scaled by alpha / rank.", gt=0)
+    target_modules: tuple[str, ...] = semantic((), "Names of the linear layers. Default: all but the output layer.")
+
+
 class DeepSpeedLearnerConfig(Section):
+    """DeepSpeed ZeRO. The operational settings say how the work is laid out over memory and machines: a run can go on
+    with other ones, with results that differ by rounding only."""
+
     type: Literal["deepspeed"] = "deepspeed"
-    num_ranks: int = semantic(1, "Processes (GPUs). Part of bit-identity.", ge=1)
-    zero_stage: Literal[0, 1, 2, 3] = semantic(1, "What ZeRO partitions over the ranks.")
-    threads_per_rank: int = semantic(0, "CPU threads of a rank; 0 is cores / ranks.", ge=0)
+    num_ranks: int = operational(1, "Processes (GPUs), over all hosts.", ge=1)
+    zero_stage: Literal[0, 1, 2, 3] = operational(1, "What ZeRO partitions over the ranks.")
+    hostfile: str = operational(
+        "", "DeepSpeed hostfile of several machines; its launcher then starts the ranks. Default: this machine."
+    )
+    threads_per_rank: int = operational(0, "CPU threads of a rank; 0 is cores / ranks.", ge=0)
+    stall_seconds: float = operational(1800.0, "Ranks that report no progress for so long are hung.", gt=0)
+    lora: LoraConfig | None = semantic(None, "Train adapters instead of all weights.")
     learning_rate: float = semantic(1e-4, "AdamW, constant after the warm-up.", gt=0)
     warmup_steps: int = semantic(0, "Optimizer steps of linear warm-up.", ge=0)
     weight_decay: float = semantic(0.0, "AdamW weight decay.", ge=0)
@@ -207,8 +303,18 @@ class DeepSpeedLearnerConfig(Section):
     max_grad_norm: float = semantic(1.0, "Gradient clipping.", gt=0)
     steps_per_iteration: int = semantic(1, "Optimizer steps: the iteration's samples are split into so many.", ge=1)
     epochs: int = semantic(1, "Passes over an iteration's samples.", ge=1)
-    tokens_per_micro_batch: int = semantic(8192, "Padded tokens of a forward pass on a rank at most.", ge=1)
-    gradient_checkpointing: bool = semantic(False, "Recompute activations to save memory.")
+    tokens_per_micro_batch: int = operational(8192, "Padded tokens of a forward pass on a rank at most.", ge=1)
+    gradient_checkpointing: bool = operational(False, "Recompute activations to save memory.")
+    offload_optimizer: bool = operational(False, "Keep the optimizer's state in CPU memory (ZeRO 1 to 3).")
+    offload_parameters: bool = operational(False, "Keep the parameters in CPU memory while unused (ZeRO 3).")
+
+    @model_validator(mode="after")
+    def _offload_fits(self) -> "DeepSpeedLearnerConfig":
+        if self.offload_optimizer and self.zero_stage == 0:
+            raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3")
+        if self.offload_parameters and self.zero_stage != 3:
+            raise ValueError("offload_parameters needs zero_stage 3")
+        return self
 
 
 LearnerConfig = Annotated[NumpyLearnerConfig | DeepSpeedLearnerConfig, Field(discriminator="type")]
@@ -267,8 +373,8 @@ class RunConfig(Section):
         if (self.sampler.type == "scripted") != (self.learner.type == "numpy"):
             raise ValueError(
                 f"sampler.type {self.sampler.type!r} does not go with learner.type {self.learner.type!r}: "
-                "scripted and numpy are for each other, inprocess goes with deepspeed"
+                "scripted and numpy are for each other, inprocess and vllm go with deepspeed"
             )
-        if self.sampler.type == "inprocess" and not self.model.path:
+        if self.sampler.type != "scripted" and not self.model.path:
             raise ValueError("model.path is empty: name a local Hugging Face model folder or a hub id")
         return self

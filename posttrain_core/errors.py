@@ -12,7 +12,8 @@
     |- SandboxUnavailable   model-written code cannot be isolated here
     |  `- SandboxFault      the sandbox failed by our fault: a canary program failed in it too
     |- VerifierFault        a verifier failed by its own fault (never the rollout's)
-    `- LearnerFault         the learner processes failed
+    |- LearnerFault         the learner processes failed
+    `- PolicyMismatch       sampler and learner disagree about the policy by more than the configured limit
 
 A bad rollout is a row (`records.Outcome`); an infrastructure fault is one of these exceptions, and the
 Prefect task that meets it retries when `retryable` is true.
@@ -76,3 +77,7 @@ class VerifierFault(PosttrainError):
 class LearnerFault(PosttrainError):
     exit_code = 9
     retryable = True
+
+
+class PolicyMismatch(PosttrainError):
+    exit_code = 10

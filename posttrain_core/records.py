@@ -50,6 +50,8 @@ class Split(StrEnum):
 
 class FinishReason(StrEnum):
     STOP = "stop"  # the policy ended its turn
+    STOP_RULE = "stop_rule"  # the text came to one of the domain's stop strings, which is kept
+    REPETITION = "repetition"  # cut: the last tokens repeat one period (`plan.repetition`)
     LENGTH = "length"  # max_new_tokens reached
     REFUSED = "refused"  # never sent: the prompt does not fit the context
 
@@ -110,6 +112,7 @@ class PlanRow:
     policy_version: int
     max_new_tokens: int
     temperature: float
+    stop: tuple[str, ...]  # the domain's stop strings
     problem: str
 
 
@@ -190,3 +193,6 @@ class Sample:
     reward: float
     advantage: float
     temperature: float
+    reference_logprobs: tuple[
+        float, ...
+    ] = ()  # as sampler_logprobs; () when no divergence from a reference policy is asked for

@@ -20,7 +20,7 @@ from posttrain_core.records import Execution, Message, PlanRow, Problem, Rollout
 
 R = TypeVar("R")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _SEAL = b"posttrain.sha256:"  # followed by the digits
 _UNSEALED = b"0" * 64
@@ -56,6 +56,7 @@ _NARROW = {  # token columns are most of the bytes
     ("input_ids",): _list(pa.int32()),
     ("loss_mask",): _list(pa.int8()),
     ("sampler_logprobs",): _list(pa.float64()),
+    ("reference_logprobs",): _list(pa.float64()),
 }
 
 

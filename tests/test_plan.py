@@ -86,7 +86,7 @@ def test_exact_counts_are_shares_rounded(weights: list[float], total: int) -> No
 
 def rows_in_groups(sizes: Sequence[int]) -> list[PlanRow]:
     return [
-        PlanRow(f"g{group}.{index}", f"g{group}", "p", "d", Purpose.TRAIN, index, 0, 0, 8, 1.0, "{}")
+        PlanRow(f"g{group}.{index}", f"g{group}", "p", "d", Purpose.TRAIN, index, 0, 0, 8, 1.0, (), "{}")
         for group, size in enumerate(sizes)
         for index in range(size)
     ]

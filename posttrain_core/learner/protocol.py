@@ -29,8 +29,16 @@ class Learner(Protocol):
     def load_checkpoint(self, folder: Path, reference: Path) -> None:
         """Continue from what `save_checkpoint` wrote; `reference` is the folder of the reference policy."""
 
+    def reference_logprobs(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+        """Log-probabilities of every sample's tokens under the reference policy, at the sample's temperature, in the
+        shape of `sampler_logprobs`. Empty tuples where the algorithm asks for no divergence from a reference."""
+
     def update(self, samples: Sequence[Sample], seed: int) -> Mapping[str, float]:
-        """One iteration's update. Returns metrics, all finite, none of them a time."""
+        """One iteration's update. Returns metrics, all finite, none of them a time.
+
+        Samples carry their reference log-probabilities. Raises PolicyMismatch, before anything changed, when sampler
+        and learner log-probabilities differ by more than `algorithm.mismatch` allows.
+        """
 
     def sft(self, demonstrations: Sequence[Demonstration], config: SftConfig, seed: int) -> Mapping[str, float]:
         """Supervised training of the held policy on the responses' tokens. Same promises as `update`."""

@@ -20,7 +20,7 @@ from posttrain_core.config import InProcessSamplerConfig
 from posttrain_core.errors import SamplerUnavailable
 from posttrain_core.records import FinishReason, Message
 from posttrain_core.sampling.decoding import Decoder
-from posttrain_core.sampling.protocol import Completion, SampleRequest
+from posttrain_core.sampling.protocol import Completion, OnDone, Probe, SampleRequest
 from posttrain_core.sampling.weights import copy_weights, mismatches, read_weights, shapes, summary
 
 
@@ -51,7 +51,7 @@ class InProcessSampler:
         self._loaded()
         return self._context_length
 
-    def load_policy(self, version: int, folder: Path) -> None:
+    def load_policy(self, version: int, folder: Path, probes: Sequence[Probe] = ()) -> None:
         """Raises SamplerUnavailable where the folder cannot be read or does not fit; the held policy stays."""
         with self._lock:
             if self._held == (version, folder):
@@ -85,7 +85,7 @@ class InProcessSampler:
             text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
-    def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+    def sample(self, requests: Sequence[SampleRequest], on_done: OnDone | None = None) -> list[Completion]:
         """`max_new_tokens` is clipped to the context; a prompt that leaves no room is refused, with no tokens."""
         with self._lock:
             decoder = self._loaded()
@@ -98,6 +98,9 @@ class InProcessSampler:
                 for index, completion in zip(indices, decoder.decode([fitting[i] for i in indices]), strict=True):
                     completions[index] = completion
         return completions
+
+    def release(self) -> None:
+        return
 
     def close(self) -> None:
         with self._lock:

@@ -1,10 +1,11 @@
 """The sampler protocol."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from posttrain_core.config import RepetitionConfig
 from posttrain_core.records import FinishReason, Message
 
 
@@ -16,6 +17,17 @@ class SampleRequest:
     seed: int
     max_new_tokens: int
     temperature: float  # 0.0 is greedy
+    stop: tuple[str, ...] = ()  # ends with the first token after which the text holds one of them; it is kept
+    repetition: RepetitionConfig | None = None  # ends with the first token after which the rule holds
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Tokens with their log-probabilities under a policy version at temperature 1: what proves that it is held."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -31,11 +43,18 @@ class Completion:
     finish_reason: FinishReason
 
 
+OnDone = Callable[[int, Completion], None]
+
+
 class Sampler(Protocol):
     """Holds one policy version at a time. `load_policy` comes before anything else. Raises SamplerUnavailable."""
 
-    def load_policy(self, version: int, folder: Path) -> None:
-        """Swap to the policy in `folder` (Hugging Face layout). A no-op when `version` from the same folder is held."""
+    def load_policy(self, version: int, folder: Path, probes: Sequence[Probe] = ()) -> None:
+        """Swap to the policy in `folder` (Hugging Face layout). A no-op when `version` from the same folder is held.
+
+        A sampler that holds its weights elsewhere (a server) proves by the probes that it holds this version before it
+        samples anything.
+        """
 
     @property
     def context_length(self) -> int:
@@ -47,7 +66,14 @@ class Sampler(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
 
-    def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """One completion per request, in order. Safe to call from several threads (calls are served one by one)."""
+    def sample(self, requests: Sequence[SampleRequest], on_done: OnDone | None = None) -> list[Completion]:
+        """One completion per request, in order. Safe to call from several threads.
+
+        A sampler whose requests end at different times tells `on_done` the index and the completion of each as it ends,
+        from any thread but never two at once; one that computes a batch as a whole need not.
+        """
+
+    def release(self) -> None:
+        """Give up device memory until the next load_policy, where the configuration asks for it; else nothing."""
 
     def close(self) -> None: ...

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from posttrain_core.config import ScriptedSamplerConfig
 from posttrain_core.errors import SamplerUnavailable
 from posttrain_core.records import FinishReason, Message
-from posttrain_core.sampling.protocol import Completion, SampleRequest
+from posttrain_core.sampling.protocol import Completion, OnDone, Probe, SampleRequest
 
 ANSWER_BASE = 256  # ids below are bytes
 
@@ -39,7 +39,7 @@ class ScriptedSampler:
         self._answers = [(ANSWER_BASE + index, *response.encode()) for index, response in enumerate(config.responses)]
         self._logits: np.ndarray | None = None
 
-    def load_policy(self, version: int, folder: Path) -> None:
+    def load_policy(self, version: int, folder: Path, probes: Sequence[Probe] = ()) -> None:
         """Reads the logits; a file that does not fit the responses raises SamplerUnavailable."""
         path = folder / "model.safetensors"
         try:
@@ -62,10 +62,13 @@ class ScriptedSampler:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token < ANSWER_BASE).decode(errors="replace")
 
-    def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+    def sample(self, requests: Sequence[SampleRequest], on_done: OnDone | None = None) -> list[Completion]:
         if self._logits is None:
             raise SamplerUnavailable("sample() before load_policy(): load a policy version first")
         return [self._answer(request, self._logits) for request in requests]
+
+    def release(self) -> None:
+        return
 
     def close(self) -> None:
         self._logits = None

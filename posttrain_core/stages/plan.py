@@ -47,7 +47,7 @@ def plan_rows(run: Run, scope: Scope) -> Iterator[PlanRow]:
     label = "e" if evaluating else "i"
     for number, (problem, occurrence) in enumerate(_problems(run, scope)):
         group_id = f"{label}{scope.iteration:05d}.p{number:04d}"
-        text = problem_json(problem)
+        text, domain = problem_json(problem), run.config.domains[problem.domain]
         for index in range(num_samples):
             stream = "eval" if evaluating else scope.iteration  # evaluations of all versions use the same seeds
             yield PlanRow(
@@ -59,8 +59,9 @@ def plan_rows(run: Run, scope: Scope) -> Iterator[PlanRow]:
                 sample_index=index,
                 seed=run.seed("rollout", stream, problem.id, occurrence, index),
                 policy_version=scope.iteration,
-                max_new_tokens=run.config.plan.max_new_tokens,
+                max_new_tokens=domain.max_new_tokens or run.config.plan.max_new_tokens,
                 temperature=temperature,
+                stop=domain.stop,
                 problem=text,
             )
 

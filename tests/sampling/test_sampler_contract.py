@@ -38,7 +38,7 @@ def sampler(request: pytest.FixtureRequest, tmp_path: Path, tiny_llama: Callable
     config = RunConfig.model_validate(
         {"sampler": engine, "learner": learner, "domains": {"program": ProgramDomainConfig()}, "model": {"path": "m"}}
     )
-    made = make_sampler(config)
+    made = make_sampler(config, tmp_path)
     made.load_policy(0, folder)
     yield made
     made.close()
@@ -126,12 +126,12 @@ def test_missing_policy_folder_is_named_and_the_held_policy_stays(sampler: Sampl
     assert sampler.sample(requests) == before
 
 
-def test_nothing_works_before_a_policy_is_loaded() -> None:
+def test_nothing_works_before_a_policy_is_loaded(tmp_path: Path) -> None:
     config = RunConfig.model_validate(
         {"sampler": {"type": "scripted"}, "learner": {"type": "numpy"}, "domains": {"program": {"type": "program"}}}
     )
     with pytest.raises(SamplerUnavailable, match="load_policy"):
-        make_sampler(config).sample([SampleRequest((1,), seed=0, max_new_tokens=1, temperature=1.0)])
+        make_sampler(config, tmp_path).sample([SampleRequest((1,), seed=0, max_new_tokens=1, temperature=1.0)])
 
 
 def test_scripted_answers_follow_their_probabilities(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_scripted_answers_follow_their_probabilities(tmp_path: Path) -> None:
             "domains": {"program": {"type": "program"}},
         }
     )
-    sampler = make_sampler(config)
+    sampler = make_sampler(config, tmp_path)
     sampler.load_policy(0, scripted_policy(tmp_path, [np.log(0.75), np.log(0.25)]))
     requests = [SampleRequest((1,), seed=seed, max_new_tokens=9, temperature=1.0) for seed in range(2000)]
     completions = sampler.sample(requests)
@@ -158,4 +158,4 @@ def test_scripted_policy_of_another_length_is_refused(tmp_path: Path) -> None:
         {"sampler": {"type": "scripted"}, "learner": {"type": "numpy"}, "domains": {"program": {"type": "program"}}}
     )
     with pytest.raises(SamplerUnavailable, match=r"\(3,\).*5 answers"):
-        make_sampler(config).load_policy(0, scripted_policy(tmp_path, [0.0, 0.0, 0.0]))
+        make_sampler(config, tmp_path).load_policy(0, scripted_policy(tmp_path, [0.0, 0.0, 0.0]))
