@@ -37,6 +37,11 @@ def table(run: str, name: str, scope: Scope, shard: int) -> str:
     return f"{run_prefix(run)}{scope._prefix}{name}/iteration={scope.iteration:05d}/shard={shard:04d}.parquet"
 
 
+def journal(run: str, scope: Scope, shard: int) -> str:
+    """Prefix of the finished rollouts of a shard that is still being generated."""
+    return f"{run_prefix(run)}{scope._prefix}journal/iteration={scope.iteration:05d}/shard={shard:04d}/"
+
+
 def verdicts(run: str, verdict_set: str, scope: Scope, shard: int) -> str:
     return table(run, f"verdicts/set={verdict_set}", scope, shard)
 

@@ -32,7 +32,7 @@ HEAVY = {  # package: where it may be imported
     "reasoning_gym": {"verifiers/gym_worker"},
     "prefect": set(),
 }
-SHARED_STAGES = {"context", "folders", "session"}  # what every stage is handed
+SHARED_STAGES = {"context", "folders", "journal", "session"}  # what every stage is handed
 
 
 def name_of(path: Path) -> str:

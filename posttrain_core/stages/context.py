@@ -34,6 +34,7 @@ from posttrain_core.manifest import (
     find_manifest,
     fingerprint,
 )
+from posttrain_core.sampling.protocol import Probe
 from posttrain_core.schema import corrupt
 from posttrain_core.stages.folders import LocalFolders
 from posttrain_core.store.protocol import ObjectStore
@@ -146,6 +147,13 @@ class Run:
         """A local folder that holds a published policy's files, checked against their digests."""
         slot = "reference" if policy.iteration < 0 else "policy"  # version 0 stays in use beside the newest
         return self.folders.get(slot, policy.objects, policy.notes["prefix"])
+
+    def probes(self, policy: Manifest) -> list[Probe]:
+        """What proves that a sampler holds the policy. None for the scripted sampler's starting policy."""
+        return [
+            Probe(tuple(probe["prompt_ids"]), tuple(probe["response_ids"]), tuple(probe["logprobs"]))
+            for probe in policy.notes.get("probes", ())
+        ]
 
     @contextmanager
     def timed(self, scope: Scope, stage: str, shard: int = 0, **facts: Any) -> Iterator[dict[str, Any]]:

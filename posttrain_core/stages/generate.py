@@ -13,6 +13,7 @@ from posttrain_core.records import FinishReason, Message, Outcome, PlanRow, Roll
 from posttrain_core.sampling.protocol import Completion, Sampler, SampleRequest
 from posttrain_core.schema import parse_problem
 from posttrain_core.stages.context import Run
+from posttrain_core.stages.journal import Journal
 
 
 def generate_shard(run: Run, scope: Scope, shard: int, sampler: Sampler) -> ObjectRef:
@@ -24,12 +25,15 @@ def generate_shard(run: Run, scope: Scope, shard: int, sampler: Sampler) -> Obje
     if found is not None:
         return found
     rows = read_table(run.store, plan, PlanRow)
-    sampler.load_policy(scope.iteration, run.policy_folder(policy))
-    with run.timed(scope, "generate", shard) as telemetry:
-        rollouts = make_rollouts(sampler, rows)
+    sampler.load_policy(scope.iteration, run.policy_folder(policy), run.probes(policy))
+    with Journal(run, scope, shard, expected) as journal, run.timed(scope, "generate", shard) as telemetry:
+        rollouts = make_rollouts(run, scope, shard, sampler, rows, journal)
         telemetry["rollouts"] = len(rollouts)
         telemetry["tokens"] = sum(rollout.num_response_tokens for rollout in rollouts)
-    return commit_table(run.store, key, "rollouts", rollouts, expected)
+        telemetry["journalled"] = len(journal.finished)
+    table = commit_table(run.store, key, "rollouts", rollouts, expected)
+    journal.clear()
+    return table
 
 
 def commit_generate(run: Run, scope: Scope, shards: list[ObjectRef]) -> Manifest:
@@ -38,21 +42,45 @@ def commit_generate(run: Run, scope: Scope, shards: list[ObjectRef]) -> Manifest
     return run.find(scope, "generate", expected) or run.commit(scope, "generate", expected, shards)
 
 
-def make_rollouts(sampler: Sampler, rows: list[PlanRow]) -> list[Rollout]:
-    """One rollout per row, in order. Prompts that do not fit are never sent: `unscorable`."""
+def make_rollouts(
+    run: Run, scope: Scope, shard: int, sampler: Sampler, rows: list[PlanRow], journal: Journal
+) -> list[Rollout]:
+    """One rollout per row, in order. Those in the journal are not made again; prompts that do not fit are never sent:
+    `unscorable`."""
+    made = dict(journal.finished)
     prompts = {row.problem: sampler.encode(parse_problem(row.problem).prompt) for row in rows}
-    fits = [len(prompts[row.problem]) + row.max_new_tokens <= sampler.context_length for row in rows]
+    asked: list[PlanRow] = []
+    for row in rows:
+        if row.rollout_id in made:
+            continue
+        if len(prompts[row.problem]) + row.max_new_tokens <= sampler.context_length:
+            asked.append(row)
+        else:
+            refused = Completion((), (), FinishReason.REFUSED)
+            made[row.rollout_id] = _rollout(sampler, row, prompts[row.problem], refused)
+
+    def finish(index: int, completion: Completion) -> None:
+        row = asked[index]
+        made[row.rollout_id] = _rollout(sampler, row, prompts[row.problem], completion)
+
+    def on_done(index: int, completion: Completion) -> None:
+        finish(index, completion)
+        journal.add(made[asked[index].rollout_id])
+        run.progress.advance(f"{scope} rollouts of shard {shard}", len(made), len(rows))
+
+    repetition = run.config.plan.repetition
     requests = [
-        SampleRequest(prompts[row.problem], row.seed, row.max_new_tokens, row.temperature)
-        for row, fit in zip(rows, fits, strict=True)
-        if fit
+        SampleRequest(prompts[row.problem], row.seed, row.max_new_tokens, row.temperature, row.stop, repetition)
+        for row in asked
     ]
-    completions = iter(sampler.sample(requests))
-    refused = Completion((), (), FinishReason.REFUSED)
-    return [
-        _rollout(sampler, row, prompts[row.problem], next(completions) if fit else refused)
-        for row, fit in zip(rows, fits, strict=True)
-    ]
+    try:
+        completions = sampler.sample(requests, on_done)
+    finally:
+        run.progress.end(f"{scope} rollouts of shard {shard}")
+    for index, completion in enumerate(completions):
+        if asked[index].rollout_id not in made:
+            finish(index, completion)
+    return [made[row.rollout_id] for row in rows]
 
 
 def _rollout(sampler: Sampler, row: PlanRow, prompt_ids: tuple[int, ...], completion: Completion) -> Rollout:
@@ -66,6 +94,11 @@ def _rollout(sampler: Sampler, row: PlanRow, prompt_ids: tuple[int, ...], comple
         )
     elif completion.finish_reason is FinishReason.LENGTH:
         outcome, reason = Outcome.TRUNCATED, f"max_new_tokens ({row.max_new_tokens})"
+    elif completion.finish_reason is FinishReason.REPETITION:
+        outcome, reason = (
+            Outcome.TRUNCATED,
+            f"it repeated itself (plan.repetition) after {len(completion.response_ids)} tokens",
+        )
     return Rollout(
         rollout_id=row.rollout_id,
         group_id=row.group_id,

@@ -13,6 +13,7 @@ from posttrain_core.stages.context import Run, new_attempt
 from posttrain_core.stages.session import LearnerSession, read_samples
 
 _PROBES = 2
+_PROBE_TOKENS = 64
 
 
 def publish(run: Run, scope: Scope, session: LearnerSession) -> Manifest:
@@ -39,11 +40,5 @@ def publish(run: Run, scope: Scope, session: LearnerSession) -> Manifest:
 
 
 def _probe(session: LearnerSession, sample: Sample) -> dict[str, Any]:
-    """Tokens with their log-probabilities under the new policy at temperature 1."""
     start = sample.loss_mask.index(1)
-    prompt, response = sample.input_ids[:start], sample.input_ids[start:]
-    return {
-        "prompt_ids": list(prompt),
-        "response_ids": list(response),
-        "logprobs": session.learner.score(prompt, response, 1.0),
-    }
+    return session.probe(sample.input_ids[:start], sample.input_ids[start : start + _PROBE_TOKENS])

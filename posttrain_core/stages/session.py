@@ -4,6 +4,9 @@ Whatever happened before, `bring_to` puts the learner at a version from the stor
 below it, then the stored samples of the updates in between.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 from posttrain_core import layout
 from posttrain_core.errors import LearnerFault
 from posttrain_core.layout import Scope
@@ -38,6 +41,14 @@ class LearnerSession:
         metrics = dict(self.learner.update(samples, self.run.seed("update", iteration)))
         self._version = iteration + 1
         return metrics
+
+    def probe(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> dict[str, Any]:
+        """Tokens with their log-probabilities under the held policy at temperature 1: a proof for samplers."""
+        return {
+            "prompt_ids": list(prompt_ids),
+            "response_ids": list(response_ids),
+            "logprobs": self.learner.score(prompt_ids, response_ids, 1.0),
+        }
 
     def forget(self) -> None:
         """The learner was used for something else, or failed."""

@@ -1,8 +1,11 @@
 """start: what comes before the first iteration. A supervised warm start (sft) when asked for, then version 0."""
 
+import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from random import Random
+from typing import Any
 
 from posttrain_core import layout
 from posttrain_core.domains.mixture import exact_counts
@@ -27,6 +30,7 @@ from posttrain_core.schema import DemonstrationRow
 from posttrain_core.stages.context import Run, new_attempt
 from posttrain_core.stages.session import LearnerSession
 
+PROBE_TOKENS = 16
 _POLICY_SUFFIXES = {".json", ".safetensors", ".bin", ".jinja", ".model", ".txt"}
 
 
@@ -47,12 +51,19 @@ def start(run: Run, session: LearnerSession) -> Manifest:
         if run.config.sft is None:
             _load(session, base, run.config.model.path)
             refs, metrics = commit_folder(run.store, prefix, base, semantic=True), {}
+            probes = starting_probes(session, base)
         else:
             trained = sft(run, session, base, expected)
-            prefix, metrics = trained.notes["prefix"], dict(trained.metrics)
+            prefix, metrics, probes = trained.notes["prefix"], dict(trained.metrics), trained.notes["probes"]
             refs = trained.named("/policies/")
     manifest = Manifest(
-        "publish", -1, expected, tuple(refs), metrics, notes={"prefix": prefix}, code_version=code_version()
+        "publish",
+        -1,
+        expected,
+        tuple(refs),
+        metrics,
+        notes={"prefix": prefix, "probes": probes},
+        code_version=code_version(),
     )
     return commit_manifest(run.store, key, manifest, run.lease.check)
 
@@ -75,9 +86,8 @@ def sft(run: Run, session: LearnerSession, base: Path, expected: Mapping[str, ob
         metrics = session.learner.sft(examples, config, run.seed("sft"))
         session.learner.export_policy(Path(folder))
         refs: list[ObjectRef] = commit_folder(run.store, prefix, Path(folder), semantic=True)
-    manifest = Manifest(
-        "sft", -1, expected, (table, *refs), dict(metrics), notes={"prefix": prefix}, code_version=code_version()
-    )
+        notes = {"prefix": prefix, "probes": starting_probes(session, base)}
+    manifest = Manifest("sft", -1, expected, (table, *refs), dict(metrics), notes, code_version=code_version())
     return commit_manifest(run.store, key, manifest, run.lease.check)
 
 
@@ -91,6 +101,18 @@ def demonstrations(run: Run, num: int) -> list[DemonstrationRow]:
     if not rows:
         raise ConfigError(f"sft: none of the domains {sorted(run.domains)} has demonstrations; remove the section sft")
     return rows
+
+
+def starting_probes(session: LearnerSession, folder: Path) -> list[dict[str, Any]]:
+    """Any tokens of the vocabulary prove which policy a sampler holds; none where there is no config.json."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return []
+    config = json.loads(path.read_text())
+    size = int(config.get("text_config", config)["vocab_size"])
+    random = Random(0)
+    ids = [[random.randrange(size) for _ in range(PROBE_TOKENS)] for _ in range(2)]
+    return [session.probe(prompt, response) for prompt, response in (ids, ids[::-1])]
 
 
 def _load(session: LearnerSession, base: Path, named: str) -> None:
