@@ -30,6 +30,7 @@ class Bench:
     """Means over the measured iterations; `outside_share` is wall time in which none of the six stages computed."""
 
     num_iterations: int
+    cold_seconds: float  # from the start of the services to the first published policy
     iteration_seconds: float
     stages: list[StageTime]
     outside_seconds: float
@@ -45,9 +46,10 @@ class Bench:
         return asdict(self)
 
 
-def measure(store: str, run: str, warmup: int, price_per_hour: float, peak_memory_mib: float) -> Bench:
-    """From the telemetry of a finished run. The first `warmup` iterations and the last one are left out: an iteration
-    lasts until the next one's plan begins, so whatever lies between two iterations counts."""
+def measure(store: str, run: str, began: float, warmup: int, price_per_hour: float, peak_memory_mib: float) -> Bench:
+    """From the telemetry of a finished run that began at the time `began` (as time.time gives it). The first `warmup`
+    iterations and the last one are left out: an iteration lasts until the next one's plan begins, so whatever lies
+    between two iterations counts."""
     train = [interval for interval in intervals(open_run(store, run)) if interval.purpose == "train"]
     plans = {i.iteration: i.started for i in train if i.stage == "plan"}
     first, last = warmup, max(plans)
@@ -60,6 +62,7 @@ def measure(store: str, run: str, warmup: int, price_per_hour: float, peak_memor
     samples = _total(chosen, "update", "samples")
     return Bench(
         num_iterations=num,
+        cold_seconds=max(i.ended for i in train if i.iteration == 0 and i.stage == "publish") - began,
         iteration_seconds=wall / num,
         stages=[StageTime(stage, seconds[stage] / num, seconds[stage] / wall) for stage in STAGES],
         outside_seconds=outside / num,

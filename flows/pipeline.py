@@ -116,6 +116,7 @@ def iterate(services: Services, runner: Runner, iteration: int) -> Manifest:
     """One iteration: plan, then generate, execute and verify shard by shard, then update and publish."""
     run, scope = services.run, Scope(iteration)
     roll_out(services, runner, scope)
+    services.sampler.release()
     runner.submit(Label(run.name, scope, "update"), update, run, scope, services.session).result()
     published: Manifest = runner.submit(
         Label(run.name, scope, "publish"), publish, run, scope, services.session

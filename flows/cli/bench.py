@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,11 +12,13 @@ from rich.table import Table
 
 from flows.cli.config_file import load_config
 from flows.cli.run import Overrides, WithPrefect, execute
-from posttrain_core.config import RunConfig
+from posttrain_core.config import RunConfig, VllmSamplerConfig
 
 if TYPE_CHECKING:
     from flows.bench import Bench
+    from flows.bench_engines import Engines
 
+ENGINE_TOKENS = 64  # of each request when samplers are compared
 _EXAMPLE = Path(__file__).parents[2] / "examples" / "bench.yaml"
 
 
@@ -25,6 +28,7 @@ def bench(
     warmup: Annotated[int, typer.Option(min=0, help="Iterations before them.")] = 2,
     price: Annotated[float, typer.Option(min=0, help="Price of the machine per hour, in any currency.")] = 0.0,
     overrides: Overrides = None,
+    engines: Annotated[bool, typer.Option("--engines", help="Compare vLLM with the in-process sampler first.")] = False,
     prefect: WithPrefect = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -37,13 +41,21 @@ def bench(
         console.print(f"This machine is busy ({1 - idle:.0%} of its CPU time): the numbers will be off", style="yellow")
     with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as folder:
         config = _config(config_file, overrides or [], Path(folder), warmup + iterations + 1)
+        compared = None
+        if engines:
+            compared = _engines(config, Path(folder) / "engines", console)
+            config = config.model_copy(update={"sampler": _vllm(config)})
         with measuring.peak_memory() as peak:
+            began = time.time()
             execute(config, prefect, console)
-        result = measuring.measure(config.store, config.run, warmup, price, peak.mib)
+        result = measuring.measure(config.store, config.run, began, warmup, price, peak.mib)
     if as_json:
-        typer.echo(json.dumps(result.as_json(), indent=1))
-    else:
-        Console().print(_table(result, price))
+        record = result.as_json() | ({"engines": compared.as_json()} if compared else {})
+        typer.echo(json.dumps(record, indent=1))
+        return
+    if compared:
+        Console().print(_engines_table(compared))
+    Console().print(_table(result, price))
 
 
 def _config(path: Path | None, overrides: list[str], folder: Path, iterations: int) -> RunConfig:
@@ -55,6 +67,31 @@ def _config(path: Path | None, overrides: list[str], folder: Path, iterations: i
         overrides = [*overrides, f"model.path={folder / 'model'}"]
     forced = [f"store={folder / 'store'}", "run=bench", f"iterations={iterations}", f"eval.every={iterations + 1}"]
     return load_config(path or _EXAMPLE, [*overrides, *forced])
+
+
+def _vllm(config: RunConfig) -> VllmSamplerConfig:
+    return config.sampler if isinstance(config.sampler, VllmSamplerConfig) else VllmSamplerConfig()
+
+
+def _engines(config: RunConfig, scratch: Path, console: Console) -> "Engines":
+    from flows import bench_engines
+
+    scratch.mkdir()
+    given = config.model_copy(update={"sampler": _vllm(config)})
+    return bench_engines.compare(given, scratch, ENGINE_TOKENS, console.print)
+
+
+def _engines_table(engines: "Engines") -> Table:
+    table = Table(
+        "", *(speed.sampler for speed in engines.samplers), "ratio", title="Samplers, same policy and requests"
+    )
+    for number, ratio in engines.ratios.items():
+        rates = [f"{speed.tokens_per_second[number]:.0f} tokens/s" for speed in engines.samplers]
+        table.add_row(f"{number} at once", *rates, f"{ratio:.2f}")
+    table.add_row("start", *(f"{speed.start_seconds:.1f} s" for speed in engines.samplers))
+    table.add_row("weight swap", *(f"{speed.swap_seconds:.2f} s" for speed in engines.samplers))
+    table.add_row("memory", *(f"{speed.resident_mib:.0f} MiB" for speed in engines.samplers))
+    return table
 
 
 def _table(result: "Bench", price: float) -> Table:
@@ -70,5 +107,6 @@ def _table(result: "Bench", price: float) -> Table:
     table.add_row("machine time", f"{result.machine_seconds_per_sample * 1000:.2f} ms", "a learned sample")
     if price:
         table.add_row("cost", f"{result.cost_per_thousand_samples:.4f}", "a thousand learned samples")
+    table.add_row("cold iteration", f"{result.cold_seconds:.1f} s", "from nothing to the first published policy")
     table.add_row("peak memory", f"{result.peak_memory_mib:.0f} MiB", "all processes; shared pages count each time")
     return table
