@@ -95,9 +95,10 @@ class LocalStore:
     def stat(self, key: str) -> ObjectInfo | None:
         try:
             data = self.get(key)
-        except ObjectNotFound:
+            modified = self._path(key).stat().st_mtime
+        except (ObjectNotFound, *_NO_OBJECT):
             return None
-        return ObjectInfo(key, len(data), _etag(data))
+        return ObjectInfo(key, len(data), _etag(data), modified)
 
     def delete(self, key: str) -> None:
         with self._errors("delete", key), suppress(*_NO_OBJECT):
@@ -122,7 +123,8 @@ class LocalStore:
                 yield from self._walk(folder / name, prefix + name, "")
                 continue
             with suppress(FileNotFoundError):  # deleted meanwhile
-                yield ObjectInfo(prefix + name, found[name].stat().st_size, "")
+                status = found[name].stat()
+                yield ObjectInfo(prefix + name, status.st_size, "", status.st_mtime)
 
     def _make_folder(self, folder: Path) -> None:
         """Every level of it on disk, even where another process made it and may not have come to its fsync."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self.url = "memory"
         self._objects: dict[str, bytes] = {}
+        self._modified: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def get(self, key: str) -> bytes:
@@ -27,7 +29,8 @@ class MemoryStore:
         return data[start : start + max(0, length)]
 
     def put(self, key: str, data: bytes) -> None:
-        self._objects[check_key(key)] = data
+        self._modified[check_key(key)] = time.time()
+        self._objects[key] = data
 
     put_volatile = put
 
@@ -56,13 +59,15 @@ class MemoryStore:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         check_prefix(prefix)
-        for key, data in sorted(self._objects.items()):
-            if key.startswith(prefix):
-                yield ObjectInfo(key, len(data), hashlib.sha256(data).hexdigest())
+        for key in sorted(self._objects):
+            if key.startswith(prefix) and (info := self.stat(key)) is not None:
+                yield info
 
     def stat(self, key: str) -> ObjectInfo | None:
         data = self._objects.get(check_key(key))
-        return None if data is None else ObjectInfo(key, len(data), hashlib.sha256(data).hexdigest())
+        if data is None:
+            return None
+        return ObjectInfo(key, len(data), hashlib.sha256(data).hexdigest(), self._modified[key])
 
     def delete(self, key: str) -> None:
         self._objects.pop(check_key(key), None)

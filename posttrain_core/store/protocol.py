@@ -10,11 +10,12 @@ from posttrain_core.errors import StoreError
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """`etag` changes whenever the object's bytes do; it is opaque."""
+    """`etag` changes whenever the object's bytes do; it is opaque. `modified` is by the store's clock, not ours."""
 
     key: str
     num_bytes: int
     etag: str
+    modified: float  # seconds since the epoch; some servers round it to seconds
 
 
 class ObjectStore(Protocol):

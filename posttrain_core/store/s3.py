@@ -104,7 +104,10 @@ class S3Store:
         while True:
             page = self._try("list", prefix, partial(self._page, prefix, token))
             for item in page.get("Contents", ()):
-                yield ObjectInfo(item["Key"].removeprefix(self._prefix), item["Size"], item["ETag"].strip('"'))
+                modified = item["LastModified"].timestamp()
+                yield ObjectInfo(
+                    item["Key"].removeprefix(self._prefix), item["Size"], item["ETag"].strip('"'), modified
+                )
             token = page.get("NextContinuationToken")
             if token is None:
                 return
@@ -118,7 +121,7 @@ class S3Store:
             head = self._try("stat", key, lambda: self._client.head_object(Bucket=self._bucket, Key=self._key(key)))
         except ObjectNotFound:
             return None
-        return ObjectInfo(key, head["ContentLength"], head["ETag"].strip('"'))
+        return ObjectInfo(key, head["ContentLength"], head["ETag"].strip('"'), head["LastModified"].timestamp())
 
     def delete(self, key: str) -> None:
         self._try("delete", key, lambda: self._client.delete_object(Bucket=self._bucket, Key=self._key(key)))
