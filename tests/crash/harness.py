@@ -106,7 +106,7 @@ def descendants(root: int) -> set[tuple[int, str]]:
 def assert_gone(family: set[tuple[int, str]], within: float = 10.0) -> None:
     deadline = time.monotonic() + within
     while alive := [pid for pid, start in family if (fields := _stat(pid)) and fields[19] == start]:
-        names = {pid: _command(pid) for pid in alive}
+        names = {pid: process_command(pid) for pid in alive}
         assert time.monotonic() < deadline, f"survivors of a killed run: {names}"
         time.sleep(0.02)
 
@@ -120,7 +120,8 @@ def _stat(pid: int) -> list[str] | None:
     return None if fields[0] in "ZX" else fields
 
 
-def _command(pid: int) -> str:
+def process_command(pid: int) -> str:
+    """The command line, "?" for a process that is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
