@@ -87,10 +87,10 @@ class LocalStore:
     def local_path(self, key: str) -> Path | None:
         return self._path(key)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         folder, _, start = check_prefix(prefix).rpartition("/")
         with self._errors("list", prefix):
-            yield from self._walk(self.root / folder, f"{folder}/" if folder else "", start)
+            yield from self._walk(self.root / folder, f"{folder}/" if folder else "", start, after)
 
     def stat(self, key: str) -> ObjectInfo | None:
         try:
@@ -109,7 +109,7 @@ class LocalStore:
             raise StoreError(f"not a store key: {key!r} (a local store keeps {_PRIVATE!r} to itself)")
         return self.root / key
 
-    def _walk(self, folder: Path, prefix: str, start: str) -> Iterator[ObjectInfo]:
+    def _walk(self, folder: Path, prefix: str, start: str, after: str) -> Iterator[ObjectInfo]:
         """By key: a folder sorts as its name with the '/' that its keys have there."""
         if prefix.startswith(f"{_PRIVATE}/"):
             return
@@ -119,8 +119,11 @@ class LocalStore:
         except _NO_OBJECT:
             return
         for name in sorted(found):
-            if name.endswith("/"):
-                yield from self._walk(folder / name, prefix + name, "")
+            is_folder = name.endswith("/")
+            if prefix + name <= after and not (is_folder and after.startswith(prefix + name)):
+                continue
+            if is_folder:
+                yield from self._walk(folder / name, prefix + name, "", after)
                 continue
             with suppress(FileNotFoundError):  # deleted meanwhile
                 status = found[name].stat()

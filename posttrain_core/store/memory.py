@@ -57,10 +57,10 @@ class MemoryStore:
     def local_path(self, key: str) -> Path | None:
         return None
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         check_prefix(prefix)
         for key in sorted(self._objects):
-            if key.startswith(prefix) and (info := self.stat(key)) is not None:
+            if key > after and key.startswith(prefix) and (info := self.stat(key)) is not None:
                 yield info
 
     def stat(self, key: str) -> ObjectInfo | None:

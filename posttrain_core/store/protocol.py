@@ -54,8 +54,9 @@ class ObjectStore(Protocol):
     def local_path(self, key: str) -> Path | None:
         """A path at which the object, or the objects under a prefix, can be read in place; None when there is none."""
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key begins with `prefix` ("" is all), by key; lazily. The etag may be empty here."""
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        """Objects whose key begins with `prefix` ("" is all) and is greater than `after`, by key; lazily. The etag may
+        be empty here."""
 
     def stat(self, key: str) -> ObjectInfo | None: ...
 
@@ -64,10 +65,11 @@ class ObjectStore(Protocol):
 
 
 def check_key(key: str) -> str:
-    """The key itself; StoreError for one that could leave the store or name two objects."""
+    """The key itself; StoreError for one that could leave the store or name two objects, or is no Unicode text."""
     parts = key.split("/")
-    if not key or "\0" in key or any(part in ("", ".", "..") for part in parts):
-        raise StoreError(f"not a store key: {key!r} (relative, no empty part, no '.' or '..')")
+    surrogates = any("\ud800" <= character <= "\udfff" for character in key)
+    if not key or "\0" in key or surrogates or any(part in ("", ".", "..") for part in parts):
+        raise StoreError(f"not a store key: {key!r} (relative, no empty part, no '.' or '..', Unicode)")
     return key
 
 
