@@ -24,6 +24,11 @@ def run_prefix(run: str) -> str:
     return f"runs/{run}/"
 
 
+def run_of(key: str) -> str:
+    """The run below whose prefix a key lies."""
+    return key.split("/")[1]
+
+
 def run_record(run: str) -> str:
     return f"{run_prefix(run)}run.json"
 
@@ -75,3 +80,12 @@ def policy(run: str, version: int, attempt: str) -> str:
 def retired(run: str, kind: str, number: int) -> str:
     """A tombstone: `kind` is checkpoints or policies."""
     return f"{run_prefix(run)}retired/{kind}/{number:05d}.json"
+
+
+def forks(run: str) -> str:
+    """Prefix of the notes about forks that need objects of this run: retention leaves those alone."""
+    return f"{run_prefix(run)}forks/"
+
+
+def fork_note(run: str, fork: str) -> str:
+    return f"{forks(run)}{fork}.json"

@@ -69,6 +69,17 @@ class NoProgress:
         return
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Of a fork: the run that it was forked from, and the first iteration that is its own. `config` is the parent's:
+    what iterations before `at` were made with. `before` is the parent's own origin, as in its `run.json`."""
+
+    parent: str
+    at: int
+    config: Mapping[str, Any]
+    before: Mapping[str, Any] | None = None
+
+
 @dataclass
 class Run:
     """One run that this process may write. `scratch` is a local folder for what need not outlive the process."""
@@ -86,6 +97,14 @@ class Run:
     @property
     def name(self) -> str:
         return self.config.run
+
+    @cached_property
+    def origin(self) -> Origin | None:
+        """None for a run that is no fork."""
+        try:
+            return read_origin(json.loads(self.store.get(layout.run_record(self.name))))
+        except ObjectNotFound:
+            return None
 
     @cached_property
     def domains(self) -> dict[str, Domain]:
@@ -201,12 +220,7 @@ def open_run(store: ObjectStore, config: RunConfig) -> str:
     about what else is not as it was then: versions, machine.
     """
     key = layout.run_record(config.run)
-    record: dict[str, Any] = {
-        "config": config.model_dump(mode="json"),
-        "code_version": code_version(),
-        "environment": environment(),
-        "created": time.strftime("%Y-%m-%d %H:%M:%S%z"),
-    }
+    record = new_record(config)
     if store.put_if_absent(key, json.dumps(record, indent=1).encode()):
         return ""
     known = read_config(store, config.run)
@@ -219,6 +233,21 @@ def open_run(store: ObjectStore, config: RunConfig) -> str:
     before = json.loads(store.get(key))["environment"]
     changed = [f"{n} {before.get(n)} -> {v}" for n, v in environment().items() if before.get(n) != v]
     return f"not as when run {config.run!r} was started: {', '.join(changed)}" if changed else ""
+
+
+def new_record(config: RunConfig) -> dict[str, Any]:
+    """The contents of `run.json` of a run that starts now."""
+    return {
+        "config": config.model_dump(mode="json"),
+        "code_version": code_version(),
+        "environment": environment(),
+        "created": time.strftime("%Y-%m-%d %H:%M:%S%z"),
+    }
+
+
+def read_origin(record: Mapping[str, Any]) -> Origin | None:
+    """From the contents of `run.json`."""
+    return Origin(**record["fork"]) if "fork" in record else None
 
 
 def read_config(store: ObjectStore, run: str) -> RunConfig:

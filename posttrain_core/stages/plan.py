@@ -102,7 +102,10 @@ def _problems(run: Run, scope: Scope) -> Iterator[tuple[Problem, int]]:
 
 
 def _same_verifiers(run: Run, scope: Scope) -> None:
-    """RunConflict when the iteration before was judged by other verifiers: an upgraded package, changed code."""
+    """RunConflict when the iteration before was judged by other verifiers: an upgraded package, changed code. Not
+    where a fork begins: whoever forks may want other ones from there on."""
+    if run.origin is not None and scope.iteration == run.origin.at:
+        return
     before = run.find(Scope(scope.iteration - 1), "verify") if scope.iteration else None
     known = before.fingerprint.get("input.verifiers", run.verdict_set) if before else run.verdict_set
     if known != run.verdict_set:

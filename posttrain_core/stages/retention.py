@@ -1,8 +1,10 @@
 """Retention: old checkpoints and policy versions go, tombstone first; never what a resume needs.
 
 Version 0 stays (it is the reference policy and where a replay can always start), as do the newest `keep_last` of each
-and the multiples of `keep_every`. What an attempt left behind that no manifest came to name goes once the manifest is
-there: not sooner, for until then an earlier attempt may still commit.
+and the multiples of `keep_every`. What a fork needs is retired like the rest, but its objects stay: the fork leaves a
+note and then looks for tombstones, retention leaves a tombstone and then looks for notes, so one sees the other. What
+an attempt left behind that no manifest came to name goes once the manifest is there: not sooner, for until then an
+earlier attempt may still commit.
 """
 
 import json
@@ -13,9 +15,11 @@ from posttrain_core import layout
 from posttrain_core.layout import Scope
 from posttrain_core.manifest import ObjectRef
 from posttrain_core.stages.context import Run
+from posttrain_core.store.protocol import ObjectStore
 
 _KINDS = {"checkpoints": layout.checkpoint, "policies": layout.policy}  # folder of the run -> its keys
 _ATTEMPT = re.compile(r"=(\d+)/attempt=[^/]+/")
+_HELD = re.compile(r"/(checkpoints|policies)/\w+=(\d+)/")
 
 
 class Retention:
@@ -23,7 +27,7 @@ class Retention:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._gone = {kind: _retired(run, kind) for kind in _KINDS}
+        self._gone = {kind: retired(run.store, run.name, kind) for kind in _KINDS}
         self._kept: dict[str, list[int]] = {kind: [] for kind in _KINDS}
         self._seen = 0
         for kind in _KINDS:  # a process before this one may have been killed at its deletes
@@ -69,8 +73,11 @@ class Retention:
             if match := _ATTEMPT.search(info.key):
                 attempts = found.setdefault(int(match[1]), {})
                 attempts.setdefault(info.key[: match.end()], []).append(info.key)
+        gone = self._gone[kind]
+        if gone & found.keys():
+            gone = gone - held_by_forks(self.run.store, self.run.name)[kind]
         for number, attempts in found.items():
-            if number not in self._gone[kind]:
+            if number not in gone:
                 named = self._named(kind, number) if len(attempts) > 1 else ""
                 if not named:
                     continue
@@ -93,6 +100,17 @@ class Retention:
         return self.run.manifest(Scope(number), "update").named("/checkpoints/")
 
 
-def _retired(run: Run, kind: str) -> set[int]:
-    prefix = layout.retired(run.name, kind, 0).rpartition("/")[0] + "/"
-    return {int(info.key.rpartition("/")[2].removesuffix(".json")) for info in run.store.list(prefix)}
+def held_by_forks(store: ObjectStore, run: str) -> dict[str, set[int]]:
+    """The checkpoints and policy versions of which a fork's note says that it needs them."""
+    held: dict[str, set[int]] = {kind: set() for kind in _KINDS}
+    for info in list(store.list(layout.forks(run))):
+        for key in json.loads(store.get(info.key))["objects"]:
+            if match := _HELD.search(key):
+                held[match[1]].add(int(match[2]))
+    return held
+
+
+def retired(store: ObjectStore, run: str, kind: str) -> set[int]:
+    """The checkpoints or policies of a run that have a tombstone."""
+    prefix = layout.retired(run, kind, 0).rpartition("/")[0] + "/"
+    return {int(info.key.rpartition("/")[2].removesuffix(".json")) for info in store.list(prefix)}

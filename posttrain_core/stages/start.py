@@ -39,6 +39,8 @@ def start(run: Run, session: LearnerSession) -> Manifest:
     key = layout.start_manifest(run.name, "publish")
     sections = ("model", "sft", *(("seed", "learner", "domains") if run.config.sft else ()))
     found = find_manifest(run.store, key)
+    if found is not None and run.origin is not None:  # shared with the parent; `fork` judged what may differ
+        return found
     if found is not None:  # from here on the store has what model.path had: the folder may be gone
         check_fingerprint(
             key, found.fingerprint, run.fingerprint({"model": found.fingerprint["input.model"]}, *sections)
