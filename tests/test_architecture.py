@@ -22,7 +22,7 @@ FAMILIES = [
     {"records", "config", "errors", "chat"},
 ]  # may know each other
 HEAVY = {  # package: where it may be imported
-    "torch": {f"learner/{name}" for name in ("engine", "training", "losses", "model", "tiny", "worker")}
+    "torch": {f"learner/{name}" for name in ("checkpoints", "engine", "lora", "losses", "model", "tiny", "training", "worker")}
     | {f"sampling/{name}" for name in ("inprocess", "decoding", "kv_cache", "weights")},
     "deepspeed": {"learner/engine"},
     "transformers": {"learner/engine", "learner/model", "learner/tiny", "learner/demonstrations"}
