@@ -25,6 +25,7 @@ HEAVY = {  # package: where it may be imported
     "torch": {f"learner/{name}" for name in ("checkpoints", "engine", "lora", "losses", "model", "tiny", "training", "worker")}
     | {f"sampling/{name}" for name in ("inprocess", "decoding", "kv_cache", "weights")},
     "deepspeed": {"learner/engine"},
+    "peft": {"learner/lora"},
     "transformers": {"learner/engine", "learner/model", "learner/tiny", "learner/demonstrations"}
     | {"sampling/inprocess", "sampling/kv_cache"},
     "docker": {"sandbox/docker"},
