@@ -1,12 +1,18 @@
-"""What several folders of tests ask for: an S3 server on this machine with made-up credentials, and a finished run."""
+"""What several folders of tests ask for: S3 servers on this machine with made-up credentials, and a finished run.
+
+moto answers at once and serves quick tests; radosgw is a real server, which decides races and has faults of its own.
+"""
 
 import itertools
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import radosgw
 
 BUCKET = "bucket"
 _prefixes = itertools.count()
@@ -37,26 +43,55 @@ def s3_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[st
 
 
 @pytest.fixture(scope="session")
-def s3_client(s3_environment: dict[str, str]) -> Iterator[Any]:
-    """A client of that server, and the bucket made."""
-    import boto3
+def rados_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The same for a real server, one for each process of tests. Where it is not installed, only CI insists on it."""
+    if why := radosgw.missing():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"radosgw: {why}")
+    with radosgw.running(tmp_path_factory.mktemp("radosgw")) as environment:
+        yield environment
+
+
+def _client(environment: dict[str, str]) -> Iterator[Any]:
+    """Our client of a server, and the bucket made."""
+    from posttrain_core.store.s3 import connect
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in s3_environment.items():
-            patch.setenv(name, value)
-        client = boto3.session.Session().client("s3")
+        _set(environment, patch)
+        client = connect(f"s3://{BUCKET}")
         client.create_bucket(Bucket=BUCKET)
     yield client
     client.close()
 
 
+def _set(environment: dict[str, str], patch: pytest.MonkeyPatch) -> None:
+    """Nothing else of the AWS chain, whatever this machine has."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        patch.delenv(name)
+    for name, value in environment.items():
+        patch.setenv(name, value)
+
+
+@pytest.fixture(scope="session")
+def s3_client(s3_environment: dict[str, str]) -> Iterator[Any]:
+    yield from _client(s3_environment)
+
+
+@pytest.fixture(scope="session")
+def rados_client(rados_environment: dict[str, str]) -> Iterator[Any]:
+    yield from _client(rados_environment)
+
+
 @pytest.fixture
 def s3_url(s3_client: Any, s3_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
     """A prefix of its own, with the environment set for it."""
-    for name, value in s3_environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("AWS_PROFILE", raising=False)
-    monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
+    _set(s3_environment, monkeypatch)
+    return f"s3://{BUCKET}/prefix{next(_prefixes)}"
+
+
+@pytest.fixture
+def rados_url(rados_client: Any, rados_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The same on the real server."""
+    _set(rados_environment, monkeypatch)
     return f"s3://{BUCKET}/prefix{next(_prefixes)}"
 
 

@@ -185,7 +185,7 @@ class LocalStore:
     @contextmanager
     def _locked(self, key: str) -> Iterator[None]:
         self._make_folder(self._private)
-        with (self._private / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.lock").open("a") as file:
+        with (self._private / f"{hashlib.sha256(check_key(key).encode()).hexdigest()[:32]}.lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

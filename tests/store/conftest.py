@@ -14,17 +14,18 @@ from tests.conftest import BUCKET
 def make_store(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     if kind == "memory":
         return MemoryStore()
-    if kind == "s3":
-        return S3Store(request.getfixturevalue("s3_client"), BUCKET, uuid.uuid4().hex)
-    return open_store(str(tmp_path / "made" / "by" / "the store"))
+    if kind == "local":
+        return open_store(str(tmp_path / "made" / "by" / "the store"))
+    client = request.getfixturevalue({"moto": "s3_client", "radosgw": "rados_client"}[kind])
+    return S3Store(client, BUCKET, uuid.uuid4().hex)
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "memory", "moto", "radosgw"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     return make_store(request.param, request, tmp_path)
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["local", "memory", "radosgw"])
 def racing_store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    """Not S3: the server of these tests does not decide races, a real one does."""
+    """Not moto, which does not decide races."""
     return make_store(request.param, request, tmp_path)
