@@ -1,22 +1,33 @@
 """The catalogue of a run: what its manifests say is there. Tables are never looked for by their names."""
 
+from __future__ import annotations
+
 import json
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain_core import layout
-from posttrain_core.config import RunConfig
 from posttrain_core.errors import ConfigError, ObjectCorrupt, ObjectNotFound, RunConflict
 from posttrain_core.layout import Scope
 from posttrain_core.manifest import Manifest, parse_manifest
 from posttrain_core.records import Purpose
 from posttrain_core.schema import corrupt
 from posttrain_core.store import ObjectStore, open_store
+from posttrain_core.store.counted import CountedStore
+
+if TYPE_CHECKING:  # a look at a run should begin at once
+    import pyarrow as pa
+    from pyarrow.dataset import Expression
+
+    from posttrain_core.config import RunConfig
+    from posttrain_core.inspect.filters import Filter
+    from posttrain_core.inspect.parquet import Footers
+    from posttrain_core.inspect.rows import Rows
 
 STAGES = ("plan", "generate", "execute", "verify", "update", "publish")
 _MANIFEST = re.compile(r"iteration=(\d+)/(\w+)\.json$")
@@ -24,11 +35,20 @@ _NUM_READERS = 16  # objects fetched at once: what counts on S3 is the latency
 
 
 class Run:
-    """One run as its store shows it when it is first asked; it may still be going on. Reads only."""
+    """One run; it may still be going on. Reads only.
 
-    def __init__(self, store: ObjectStore, name: str) -> None:
-        self.store = store
-        self.name = name
+        run = Run("s3://bucket/prefix", "arithmetic")
+        run.rollouts("rollout_id", "reward", domain="program", iteration=12).to_pandas()
+        run.sql("select iteration, avg(reward) from rollouts group by 1 order by 1")
+
+    Nothing is read before it is needed. What `committed` lists stays as it was when it was first asked for; rows and
+    queries see what is committed by the time that they are read.
+    """
+
+    def __init__(self, store: ObjectStore | str, name: str = "") -> None:
+        """`store` may be a folder or s3://bucket/prefix. No name: the newest run there, or ConfigError."""
+        self.store = CountedStore(open_store(store) if isinstance(store, str) else store)
+        self.name = name or _newest(self.store)
         self._manifests: dict[str, Manifest] = {}
 
     @cached_property
@@ -48,6 +68,8 @@ class Run:
 
     @cached_property
     def config(self) -> RunConfig:
+        from posttrain_core.config import RunConfig
+
         return RunConfig.model_validate(self.record["config"])
 
     @cached_property
@@ -55,8 +77,7 @@ class Run:
         """The stages whose manifest is there, by iteration or evaluation, in order."""
         found: dict[Scope, set[str]] = {}
         for purpose in Purpose:
-            folder = layout.manifest(self.name, Scope(0, purpose), "plan").partition("iteration=")[0]
-            for info in self.store.list(folder):
+            for info in self.store.list(_manifests_folder(self.name, purpose)):
                 if match := _MANIFEST.search(info.key):
                     found.setdefault(Scope(int(match[1]), purpose), set()).add(match[2])
         ordered = sorted(found, key=lambda scope: (scope.purpose, scope.iteration))
@@ -84,24 +105,107 @@ class Run:
 
     def manifests(self, scopes: Iterable[Scope], stage: str) -> dict[Scope, Manifest]:
         """The manifests of a stage that has been committed in each of the scopes. Each is read once."""
+        scopes = list(scopes)
+        found = self._find_manifests(scopes, stage)
+        if missing := [scope for scope in scopes if scope not in found]:
+            raise ObjectNotFound(f"no object {layout.manifest(self.name, missing[0], stage)!r} in {self.store.url}")
+        return found
+
+    # --- rows ---
+
+    def rollouts(self, *columns: str, where: Expression | None = None, **equal: Any) -> Rows:
+        """One row per rollout with its verdict (reward, outcome, flags, breakdown, evidence) and `execution_status`.
+
+        Lazily; `columns` in that order, or all. `equal` keeps rows in which a column has a value, or one of several
+        (`iteration=[3, 4]`); `where` is any Arrow expression, as `pyarrow.dataset.field("reward") > 0.5`.
+        """
+        return self.rows("rollouts", *columns, where=where, **equal)
+
+    def executions(self, *columns: str, where: Expression | None = None, **equal: Any) -> Rows:
+        """What a sandbox observed of each rollout. Arguments as of `rollouts`."""
+        return self.rows("executions", *columns, where=where, **equal)
+
+    def verdicts(self, *columns: str, where: Expression | None = None, **equal: Any) -> Rows:
+        """What the verifiers decided. Arguments as of `rollouts`."""
+        return self.rows("verdicts", *columns, where=where, **equal)
+
+    def samples(self, *columns: str, where: Expression | None = None, **equal: Any) -> Rows:
+        """What was learned from, with advantages. Arguments as of `rollouts`."""
+        return self.rows("samples", *columns, where=where, **equal)
+
+    def plan(self, *columns: str, where: Expression | None = None, **equal: Any) -> Rows:
+        """What was to be made of which problem. Arguments as of `rollouts`."""
+        return self.rows("plan", *columns, where=where, **equal)
+
+    def rows(self, view: str, *columns: str, where: Expression | None = None, **equal: Any) -> Rows:
+        """Of any view of `inspect.tables.views`."""
+        from posttrain_core.inspect.rows import Rows
+
+        rows = Rows(self, view).where(where, **equal)
+        return rows.select(*columns) if columns else rows
+
+    def sql(self, query: str, *parameters: Any) -> pa.Table:
+        """The answer to a query in DuckDB's SQL; the tables are described in `inspect.query`."""
+        from posttrain_core.inspect.query import sql
+
+        return sql(self, query, parameters)
+
+    # --- what rows are read with ---
+
+    @cached_property
+    def footers(self) -> Footers:
+        from posttrain_core.inspect.parquet import Footers
+
+        return Footers()
+
+    def committed_where(self, stages: Collection[str], rows: Filter) -> dict[str, dict[Scope, Manifest]]:
+        """By stage: the manifests of the iterations and evaluations that a filter admits, in order. What it does not
+        admit costs nothing: a few iterations are asked for by their keys; for more, the keys from the first one that is
+        admitted to the last are listed."""
+        found = [each for purpose in Purpose for each in self._admitted(stages, purpose, rows)]
+        return {
+            stage: self._find_manifests([scope for scope, committed in found if committed == stage], stage)
+            for stage in stages
+        }
+
+    def _admitted(self, stages: Collection[str], purpose: Purpose, rows: Filter) -> Iterator[tuple[Scope, str]]:
+        """Which of these stages may be committed where."""
+        iterations = rows.iterations(purpose)
+        if rows.spells_out(iterations):
+            yield from ((Scope(iteration, purpose), stage) for iteration in iterations for stage in stages)
+            return
+        first = layout.manifest(self.name, Scope(iterations[0], purpose), "")
+        for info in self.store.list(_manifests_folder(self.name, purpose), first):
+            match = _MANIFEST.search(info.key)
+            if match is None or match[2] not in stages:
+                continue
+            scope = Scope(int(match[1]), purpose)
+            if rows.admits_scope(scope):
+                yield scope, match[2]
+            elif rows.ends_before(scope):
+                return
+
+    def _find_manifests(self, scopes: list[Scope], stage: str) -> dict[Scope, Manifest]:
+        """Those that are there. Each is read once."""
         keys = {scope: layout.manifest(self.name, scope, stage) for scope in scopes}
         missing = [key for key in keys.values() if key not in self._manifests]
         if missing:
             with ThreadPoolExecutor(_NUM_READERS) as pool:
-                for key, data in zip(missing, pool.map(self.store.get, missing), strict=True):
-                    self._manifests[key] = parse_manifest(data, key)
-        return {scope: self._manifests[key] for scope, key in keys.items()}
+                for key, data in zip(missing, pool.map(self._get, missing), strict=True):
+                    if data is not None:
+                        self._manifests[key] = parse_manifest(data, key)
+        return {scope: self._manifests[key] for scope, key in keys.items() if key in self._manifests}
+
+    def _get(self, key: str) -> bytes | None:
+        try:
+            return self.store.get(key)
+        except ObjectNotFound:
+            return None
 
 
 def open_run(url: str, name: str = "") -> Run:
     """The run of that name in the store at `url`; the newest one when no name is given. ConfigError when none is."""
-    store = open_store(url)
-    if not name:
-        runs = list_runs(store)
-        if not runs:
-            raise ConfigError(f"no runs in {store.url}; `posttrain run` starts one, --store names another store")
-        return runs[-1]
-    run = Run(store, name)
+    run = Run(url, name)
     _ = run.record
     return run
 
@@ -121,11 +225,23 @@ def _readable(run: Run) -> bool:
         return False
 
 
+def _newest(store: ObjectStore) -> str:
+    runs = list_runs(store)
+    if not runs:
+        raise ConfigError(f"no runs in {store.url}; `posttrain run` starts one, --store names another store")
+    return runs[-1].name
+
+
 def _run_names(store: ObjectStore) -> list[str]:
-    folder = store.local_path("runs")
-    if folder is not None:
-        return sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
-    return sorted({info.key.split("/")[1] for info in store.list("runs/")})
+    """A request for each run, however much it holds: from its first key to what comes after its last one."""
+    names: list[str] = []
+    while (first := next(store.list("runs/", f"runs/{names[-1]}0" if names else ""), None)) is not None:
+        names.append(first.key.split("/")[1])  # "0" is the character after "/"
+    return sorted(names)
+
+
+def _manifests_folder(run: str, purpose: Purpose) -> str:
+    return layout.manifest(run, Scope(0, purpose), "").partition("iteration=")[0]
 
 
 def _no_run(store: ObjectStore, name: str) -> str:

@@ -2,11 +2,9 @@
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
 
 from posttrain_core.inspect.catalogue import Run
 from posttrain_core.inspect.evaluation import Passes
-from posttrain_core.inspect.tables import read
 from posttrain_core.records import PASS_REWARD, Outcome, Purpose
 
 _JUDGED = [str(Outcome.SCORED), str(Outcome.TRUNCATED)]
@@ -24,10 +22,8 @@ def iteration_metrics(run: Run) -> list[dict[str, float]]:
 
 def held_out_passes(run: Run) -> list[Passes]:
     """Per evaluated version and held-out problem."""
-    evaluated = ds.field("purpose") == str(Purpose.EVAL)
-    verdicts = read(run, "verdicts", ["rollout_id", "outcome", "reward"], evaluated)
-    rollouts = read(run, "rollouts", ["rollout_id", "iteration", "domain", "problem_id"], evaluated)
-    rows = rollouts.join(verdicts, "rollout_id", join_type="inner")
+    columns = ("iteration", "domain", "problem_id", "outcome", "reward")
+    rows = run.rollouts(*columns, purpose=Purpose.EVAL, iteration=run.evaluations).to_table()
     judged = pc.is_in(rows["outcome"], pa.array(_JUDGED))
     passed = pc.and_(judged, pc.greater_equal(rows["reward"], PASS_REWARD))
     keys = ["iteration", "domain", "problem_id"]

@@ -1,29 +1,32 @@
 """SQL over a run: DuckDB in memory, without files, network or extensions.
 
     rollouts     one row per rollout with its verdict (reward, outcome, flags, breakdown, evidence) and execution_status
-    executions, verdicts, samples, plan     as the stages wrote them
+    executions, verdicts, samples, plan     as the stages wrote them; rollout_rows: rollouts as generate wrote them
     iterations   one row per verified iteration with the metrics of its verdicts and of its update
     evaluations  one row per evaluated policy version and domain ("" is all of them)
     telemetry    one row per computation: iteration, purpose, stage, shard, host, process, started, ended
 
-The first five have the columns `iteration` (of an evaluation: the policy version) and `purpose`.
+All but the last three have the columns `iteration` (of an evaluation: the policy version) and `purpose`; a query that
+compares them with values opens nothing else. DuckDB asks for the columns and rows that it needs of a table, and they
+are read through our store: one set of credentials, and what was read is counted there.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import duckdb
 import pyarrow as pa
+import pyarrow.dataset as ds
 
 from posttrain_core.errors import ConfigError
 from posttrain_core.inspect.catalogue import Run
 from posttrain_core.inspect.evaluation import evaluations
 from posttrain_core.inspect.metrics import held_out_passes, iteration_metrics
-from posttrain_core.inspect.tables import STAGE_OF_TABLE, check_objects, dataset
+from posttrain_core.inspect.tables import scan, views
 from posttrain_core.inspect.timeline import intervals
 
 _LOCKED: dict[str, Any] = {
@@ -32,34 +35,55 @@ _LOCKED: dict[str, Any] = {
     "autoload_known_extensions": False,
     "lock_configuration": True,
 }
-_WRONG_QUERY = (
-    duckdb.ParserException,
-    duckdb.BinderException,
-    duckdb.CatalogException,
-    duckdb.PermissionException,
-)
 _WORD = re.compile(r"\w+")
-_ROLLOUTS = "rollout_rows"  # the table as generate wrote it, below the view `rollouts`
-_VIEW = f"""
-create view rollouts as
-select r.* exclude (outcome), coalesce(v.outcome, r.outcome) as outcome, v.reward, v.flags, v.breakdown, v.evidence,
-       e.status as execution_status
-from {_ROLLOUTS} r left join verdicts v using (rollout_id) left join executions e using (rollout_id)
-"""
 
 
 def sql(run: Run, query: str, parameters: Sequence[Any] = ()) -> pa.Table:
-    """The answer to a query; only what it names is loaded. ConfigError with DuckDB's message when it is wrong."""
+    """The answer to a query; only what it asks for is read. ConfigError with DuckDB's message when it is wrong."""
     named = set(_WORD.findall(query.lower()))
-    if "rollouts" in named:
-        named |= {"verdicts", "executions"}
-    with _errors(run, named), closing(duckdb.connect(config=_LOCKED)) as connection:
-        _load(connection, run, named)
+    failures: list[Exception] = []
+    with _errors(failures), closing(duckdb.connect(config=_LOCKED)) as connection:
+        for name in named & views().keys():
+            connection.register(name, _Asked(run, name, failures))
+        for name in named & _COMPUTED.keys():
+            connection.register(name, _COMPUTED[name](run))
         return _interruptible(connection, lambda: _answer(connection, query, list(parameters)))
 
 
 def table_names() -> list[str]:
-    return [*STAGE_OF_TABLE, *_COMPUTED]
+    return [*views(), *_COMPUTED]
+
+
+class _Asked(ds.FileSystemDataset):  # type: ignore[misc]  # it has no types
+    """What DuckDB takes for a dataset: it asks for a scanner of some columns, and of the rows that match a filter as
+    far as Arrow can say it. What goes wrong meanwhile is kept in `failures`; DuckDB would keep only its text."""
+
+    def __init__(self, run: Run, name: str, failures: list[Exception]) -> None:
+        self._run, self._view, self._failures = run, views()[name], failures
+        super().__init__([], self._view.schema, ds.ParquetFileFormat())
+
+    def scanner(self, columns: list[str] | None = None, filter: ds.Expression | None = None) -> "_Scanner":
+        names = self._view.schema.names if columns is None else columns
+        schema = pa.schema([self._view.schema.field(name) for name in names])
+        return _Scanner(schema, self._batches(names, filter))
+
+    def _batches(self, columns: list[str], where: ds.Expression | None) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from scan(self._run, self._view, columns, where)
+        except Exception as error:
+            self._failures.append(error)
+            raise
+
+
+@dataclass(frozen=True)
+class _Scanner:
+    """All that DuckDB wants of a scanner. Arrow's own would read ahead in threads that outlive the query."""
+
+    projected_schema: pa.Schema
+    batches: Iterator[pa.RecordBatch]
+
+    def to_reader(self) -> pa.RecordBatchReader:
+        return pa.RecordBatchReader.from_batches(self.projected_schema, self.batches)
 
 
 def _answer(connection: duckdb.DuckDBPyConnection, query: str, parameters: list[Any]) -> pa.Table:
@@ -81,23 +105,13 @@ def _interruptible(connection: duckdb.DuckDBPyConnection, work: Callable[[], pa.
 
 
 @contextmanager
-def _errors(run: Run, named: set[str]) -> Iterator[None]:
+def _errors(failures: list[Exception]) -> Iterator[None]:
     try:
         yield
     except duckdb.Error as error:
-        if not isinstance(error, _WRONG_QUERY):
-            for name in sorted(named & STAGE_OF_TABLE.keys()):  # a damaged object is not the query's fault
-                check_objects(run, name)
+        if failures:  # not the query's fault
+            raise failures[0] from None
         raise ConfigError(f"{error}\nThe tables are {', '.join(table_names())}") from error
-
-
-def _load(connection: duckdb.DuckDBPyConnection, run: Run, named: set[str]) -> None:
-    for name in named & STAGE_OF_TABLE.keys():
-        connection.register(_ROLLOUTS if name == "rollouts" else name, dataset(run, name))
-    if "rollouts" in named:
-        connection.execute(_VIEW)
-    for name in named & _COMPUTED.keys():
-        connection.register(name, _COMPUTED[name](run))
 
 
 def _iterations(run: Run) -> pa.Table:

@@ -6,21 +6,20 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-import pyarrow as pa
-import pyarrow.dataset as ds
-
 from posttrain_core import layout
 from posttrain_core.errors import ConfigError
 from posttrain_core.inspect.catalogue import Run
-from posttrain_core.inspect.tables import STAGE_OF_TABLE, read
+from posttrain_core.inspect.rows import Rows
+from posttrain_core.inspect.tables import RAW_ROLLOUTS, STAGE_OF_TABLE
 from posttrain_core.inspect.text import quoted, section, visible
 from posttrain_core.manifest import find_manifest, read_object
-from posttrain_core.records import CaseReturn, Execution, PlanRow, Rollout, Sample, Verdict
+from posttrain_core.records import CaseReturn, Execution, PlanRow, Purpose, Rollout, Sample, Verdict
 from posttrain_core.schema import TABLES, from_table, parse_problem
 
 R = TypeVar("R")
 
-_PARTS = re.compile(r"[ie](\d{5,})\.")
+_PARTS = re.compile(r"([ie])(\d{5,})\.")
+_PURPOSES = {"i": Purpose.TRAIN, "e": Purpose.EVAL}
 
 
 def show(run: Run, rollout_id: str, tokens: bool = True) -> str:
@@ -41,7 +40,7 @@ def show(run: Run, rollout_id: str, tokens: bool = True) -> str:
 
 def rollout_record(run: Run, rollout_id: str) -> dict[str, Any]:
     """The same as JSON: the row of each table, or null where its stage is not committed."""
-    found = {name: _rows(run, rollout_id, name).to_pylist(maps_as_pydicts="strict") for name in STAGE_OF_TABLE}
+    found = {name: _rows(run, rollout_id, name).to_pylist() for name in STAGE_OF_TABLE}
     if not found["rollouts"]:
         raise ConfigError(_unknown(run, rollout_id))
     return {name: rows[0] if rows else None for name, rows in found.items()}
@@ -50,15 +49,15 @@ def rollout_record(run: Run, rollout_id: str) -> dict[str, Any]:
 def find(run: Run, rollout_id: str, record: type[R]) -> R | None:
     """The row of a rollout in the table of `record`, in whichever iteration or evaluation it is."""
     name = next(name for name, kind in TABLES.items() if kind is record)
-    rows = from_table(record, _rows(run, rollout_id, name))
+    rows = from_table(record, _rows(run, rollout_id, name).to_table())
     return rows[0] if rows else None
 
 
-def _rows(run: Run, rollout_id: str, name: str) -> pa.Table:
-    where = ds.field("rollout_id") == rollout_id
-    if match := _PARTS.match(rollout_id):  # the id says where: no other object needs to be opened
-        where &= ds.field("iteration") == int(match[1])
-    return read(run, name, where=where)
+def _rows(run: Run, rollout_id: str, name: str) -> Rows:
+    rows = run.rows(RAW_ROLLOUTS if name == "rollouts" else name, rollout_id=rollout_id)
+    if match := _PARTS.match(rollout_id):  # the id says where: nothing else needs to be opened
+        return rows.where(iteration=int(match[2]), purpose=_PURPOSES[match[1]])
+    return rows
 
 
 def _head(run: Run, rollout: Rollout, plan: PlanRow | None) -> Iterator[str]:
@@ -141,7 +140,7 @@ def _json(value: Any) -> str:
 
 
 def _unknown(run: Run, rollout_id: str) -> str:
-    ids = read(run, "rollouts", ["rollout_id"])["rollout_id"].to_pylist()
+    ids = run.rollouts("rollout_id").to_table()["rollout_id"].to_pylist()
     nearest = get_close_matches(rollout_id, ids, n=3, cutoff=0.5)
     hint = f"; the nearest are {', '.join(nearest)}" if nearest else ""
     return f"run {run.name!r} has no rollout {rollout_id!r} ({len(ids)} rollouts are committed){hint}"

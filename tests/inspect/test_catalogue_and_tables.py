@@ -12,7 +12,7 @@ from posttrain_core import layout
 from posttrain_core.errors import ConfigError, ObjectCorrupt, ObjectNotFound, RunConflict
 from posttrain_core.inspect import Run, list_runs, open_run
 from posttrain_core.inspect.query import sql
-from posttrain_core.inspect.tables import STAGE_OF_TABLE, dataset, read
+from posttrain_core.inspect.tables import STAGE_OF_TABLE, read
 from posttrain_core.inspect.timeline import intervals
 from posttrain_core.layout import Scope
 from posttrain_core.manifest import Manifest, ObjectRef, commit_manifest, commit_table
@@ -152,29 +152,11 @@ def test_a_missing_object_is_named(own_store: Path) -> None:
     assert sql(run, "select * from rollouts").num_rows == 4 * 24 + 3 * 24  # what is not named is not opened
 
 
-class CountingStore(MemoryStore):
-    """Counts the bytes that are read."""
-
-    num_bytes = 0
-
-    def get(self, key: str) -> bytes:
-        data = super().get(key)
-        self.num_bytes += len(data)
-        return data
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        data = super().get(key)[start : start + length]
-        self.num_bytes += len(data)
-        return data
-
-
 def test_only_the_columns_that_are_asked_for_are_fetched() -> None:
-    store = CountingStore()
-    run, ref = big_run(store)
-    store.num_bytes = 0
-    assert dataset(run, "rollouts").to_table(columns=["rollout_id"], filter=ds.field("seed") == 7).num_rows == 1
+    run, ref = big_run(MemoryStore())
+    assert run.rollouts("rollout_id", where=ds.field("seed") == 7).to_table().num_rows == 1
     assert sql(run, "select sum(seed) s from rollouts").to_pylist() == [{"s": sum(range(1500))}]
-    assert store.num_bytes < ref.num_bytes / 4
+    assert run.store.num_bytes < ref.num_bytes / 4
 
 
 def big_run(store: MemoryStore) -> tuple[Run, ObjectRef]:
