@@ -9,6 +9,7 @@ import warnings
 import typer
 
 from flows.cli.bench import bench
+from flows.cli.care import fork, fsck, gc
 from flows.cli.demo import demo
 from flows.cli.doctor import doctor
 from flows.cli.looking import report, rollouts, show, sql, status
@@ -22,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (demo, init, run, resume, status, report, show, rollouts, sql, doctor, bench):
+for command in (demo, init, run, resume, status, report, show, rollouts, sql, doctor, bench, fsck, gc, fork):
     app.command()(command)
 
 

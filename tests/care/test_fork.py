@@ -126,7 +126,7 @@ def test_forks_of_forks(store: Path) -> None:
     ("at", "changes", "message"),
     [
         (5, {}, "version 5 was not published; possible: 0, 1, 2, 3, 4"),
-        (3, {"learner": {"type": "numpy", "learning_rate": 0.1}}, "2 left none .* possible with these settings: 0, 2, 4"),
+        (3, {"learner": {"type": "numpy", "learning_rate": 0.1}}, "2 left none .* with these settings: 0, 2, 4"),
         (2, {"seed": 1}, "cannot change seed: version 0"),
         (2, {"model": {"dtype": "bfloat16"}}, "cannot change model.dtype"),
     ],
