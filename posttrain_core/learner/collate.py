@@ -2,14 +2,15 @@
 
 Legend: B rows padded on the right to L tokens, M learned tokens (flat), S sequences of the micro-batch.
 
-Two samples with the prompt p q and the responses a b c and d e, in one row. The last token of a response predicts
-nothing and is left out:
+Two samples with the prompt p q and the responses a b c and d e, and one with the prompt r s and the response f g, as
+one row of two blocks. The last token of a response predicts nothing and is left out:
 
-    input_ids     p q a b d
-    segment       0 0 1 1 2        a token sees the prompt (0) and its own segment, never a neighbour's
-    position_ids  0 1 2 3 2
-    target        a b c d e
-    column        1 2 3 1 4        a and d are predicted by q
+    input_ids     p q a b d r s f
+    segment       0 0 2 2 4 5 5 7    where the token's prompt or response begins
+    prompt        0 0 0 0 0 5 5 5    where its block's prompt begins: it sees this segment and its own, nothing else
+    position_ids  0 1 2 3 2 0 1 2
+    target        a b c d e f g
+    column        1 2 3 1 4 6 7      a and d are predicted by q
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from posttrain_core.learner.samples import Floats, Ints, SampleArrays
 
 @dataclass(frozen=True)
 class Batch:
-    """`visible` is None where plain causal attention is right: no row is shared, and padding comes last."""
+    """`visible` is None where plain causal attention is right: every row holds one sample, and padding comes last."""
 
     input_ids: Ints  # B x L
     position_ids: Ints  # B x L
@@ -49,24 +50,28 @@ class Batch:
 def collate(samples: SampleArrays, rows: Sequence[Row], weights: Floats) -> Batch:
     """`weights` is the weight of a learned token of each sample (N floats, as `token_weights` gives them)."""
     width = max(row.num_tokens for row in rows)
-    input_ids, position_ids, segment = (np.zeros((len(rows), width), dtype=np.int64) for _ in range(3))
+    input_ids, position_ids, segment, prompt = (np.zeros((len(rows), width), dtype=np.int64) for _ in range(4))
     columns, indices = [], []  # of the learned tokens of each sequence
     for number, row in enumerate(rows):
-        end = samples.num_prompt_tokens(row.samples[0])
-        input_ids[number, :end] = samples.tokens[samples.span(row.samples[0])][:end]
-        position_ids[number, :end] = np.arange(end)
-        for order, sample in enumerate(row.samples, start=1):
-            num_prompt_tokens, span = samples.num_prompt_tokens(sample), samples.span(sample)
-            response = np.arange(span.start + num_prompt_tokens, span.stop)
-            begin, end = end, end + len(response) - 1
-            input_ids[number, begin:end] = samples.tokens[response[:-1]]
-            position_ids[number, begin:end] = num_prompt_tokens + np.arange(end - begin)
-            segment[number, begin:end] = order
-            predicting = np.concatenate([[num_prompt_tokens - 1], np.arange(begin, end)])
-            learned = samples.loss_mask[response] == 1
-            columns.append(predicting[learned])
-            indices.append(response[learned])
-        segment[number, end:] = len(row.samples) + 1
+        end = 0
+        for block in row.blocks:
+            first, num_prompt_tokens = samples.span(block.samples[0]), samples.num_prompt_tokens(block.samples[0])
+            start, end = end, end + num_prompt_tokens
+            input_ids[number, start:end] = samples.tokens[first][:num_prompt_tokens]
+            position_ids[number, start:end] = np.arange(num_prompt_tokens)
+            segment[number, start:end] = start
+            for sample in block.samples:
+                response = np.arange(samples.span(sample).start + num_prompt_tokens, samples.span(sample).stop)
+                begin, end = end, end + len(response) - 1
+                input_ids[number, begin:end] = samples.tokens[response[:-1]]
+                position_ids[number, begin:end] = num_prompt_tokens + np.arange(end - begin)
+                segment[number, begin:end] = begin
+                predicting = np.concatenate([[start + num_prompt_tokens - 1], np.arange(begin, end)])
+                learned = samples.loss_mask[response] == 1
+                columns.append(predicting[learned])
+                indices.append(response[learned])
+            prompt[number, start:end] = start
+        segment[number, end:] = prompt[number, end:] = end
     chosen = np.array([sample for row in rows for sample in row.samples])
     row_of = np.repeat(np.arange(len(rows)), [len(row.samples) for row in rows])
     counts = [len(index) for index in indices]
@@ -74,7 +79,7 @@ def collate(samples: SampleArrays, rows: Sequence[Row], weights: Floats) -> Batc
     return Batch(
         input_ids=input_ids,
         position_ids=position_ids,
-        visible=_visible(segment) if len(chosen) > len(rows) else None,
+        visible=_visible(segment, prompt) if len(chosen) > len(rows) else None,
         index=index,
         row=np.repeat(row_of, counts),
         column=np.concatenate(columns),
@@ -88,8 +93,8 @@ def collate(samples: SampleArrays, rows: Sequence[Row], weights: Floats) -> Batc
     )
 
 
-def _visible(segment: Ints) -> NDArray[np.bool_]:
+def _visible(segment: Ints, prompt: Ints) -> NDArray[np.bool_]:
     """Which key (last axis) each query sees."""
-    keys, queries = segment[:, None, :], segment[:, :, None]
+    keys = segment[:, None, :]
     earlier = np.tri(segment.shape[1], dtype=np.bool_)
-    return np.asarray(earlier & ((keys == 0) | (keys == queries)))
+    return np.asarray(earlier & ((keys == segment[:, :, None]) | (keys == prompt[:, :, None])))

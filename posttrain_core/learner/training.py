@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posttrain_core.config import AdvantageConfig, DeepSpeedLearnerConfig, ImportanceConfig, SftConfig
 from posttrain_core.learner import losses
-from posttrain_core.learner.batching import Row, Step, padding_share, plan_steps, token_weights
+from posttrain_core.learner.batching import Block, Row, Step, padding_share, plan_steps, token_weights
 from posttrain_core.learner.collate import Batch, collate
 from posttrain_core.learner.model import Rank
 from posttrain_core.learner.presets import Algorithm
@@ -138,7 +138,7 @@ def score(engine: Engine, prompt_ids: Sequence[int], response_ids: Sequence[int]
     """Log-probabilities of a response's tokens under the held policy."""
     samples = from_demonstrations([prompt_ids], [response_ids])
     samples = replace(samples, temperature=np.array([temperature]))
-    batch = collate(samples, [Row((0,), len(samples.tokens) - 1)], np.ones(1))
+    batch = collate(samples, [Row((Block((0,), len(samples.tokens) - 1),))], np.ones(1))
     distribution = engine.forward(batch)
     values: list[float] = losses.token_logprobs(distribution, _tensor(batch.target, distribution)).tolist()
     return values

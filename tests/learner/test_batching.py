@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 
 from posttrain_core.errors import LearnerFault
 from posttrain_core.learner import samples as sample_file
-from posttrain_core.learner.batching import Row, balance, pack, padding_share, plan_steps, share_prompts, token_weights
+from posttrain_core.learner.batching import (
+    Block,
+    Row,
+    balance,
+    cut,
+    pack,
+    padding_share,
+    plan_steps,
+    share_prompts,
+    token_weights,
+)
 from posttrain_core.learner.collate import collate
 from posttrain_core.learner.samples import SampleArrays, from_demonstrations, from_records
 from tests.learner.llama import make_samples
@@ -20,8 +30,23 @@ def arrays() -> SampleArrays:
     return from_records(make_samples(num_groups=6, group_size=4))
 
 
-def rows_of(lengths: list[int]) -> list[Row]:
-    return [Row((number,), length) for number, length in enumerate(lengths)]
+def blocks_of(lengths: list[int]) -> list[Block]:
+    return [Block((number,), length) for number, length in enumerate(lengths)]
+
+
+def mix(
+    num_groups: int, prompts: tuple[int, int], median: float, sigma: float, longest: int, seed: int
+) -> SampleArrays:
+    """Groups of 8: prompt lengths uniform over a range, response lengths lognormal and clipped."""
+    random = np.random.default_rng(seed)
+    all_prompts, responses = [], []
+    for _ in range(num_groups):
+        prompt = random.integers(3, 999, size=random.integers(*prompts)).tolist()
+        for length in np.clip(median * np.exp(sigma * random.normal(size=8)), 2, longest).astype(int):
+            all_prompts.append(prompt)
+            responses.append([5] * int(length))
+    arrays = from_demonstrations(all_prompts, responses)
+    return replace(arrays, group=np.repeat(np.arange(num_groups), 8))
 
 
 @settings(max_examples=40, deadline=None)
@@ -62,17 +87,45 @@ def test_epochs_are_shuffled_differently(arrays: SampleArrays) -> None:
 
 
 def test_ranks_get_about_the_same_number_of_tokens() -> None:
-    ranks = balance(rows_of([9, 8, 7, 6, 5, 4, 3, 2]), 2)
-    assert [sum(row.num_tokens for row in rank) for rank in ranks] == [22, 22]
+    ranks = balance(blocks_of([9, 8, 7, 6, 5, 4, 3, 2]), 2)
+    assert [sum(block.num_tokens for block in rank) for rank in ranks] == [22, 22]
 
 
-def test_packing_respects_the_budget_and_joins_similar_lengths() -> None:
-    batches = pack(rows_of([200, 10, 190, 12, 11, 195]), budget=600)
-    assert [[row.num_tokens for row in batch] for batch in batches] == [[200, 195, 190], [12, 11, 10]] or [
-        [row.num_tokens for row in batch] for batch in batches
-    ] == [[12, 11, 10], [200, 195, 190]]
-    for batch in pack(rows_of(list(range(1, 60))), budget=100):
+def test_rows_are_cut_by_similar_length_within_the_budget() -> None:
+    batches = cut([Row((block,)) for block in blocks_of([200, 10, 190, 12, 11, 195])], budget=600)
+    assert sorted([row.num_tokens for row in batch] for batch in batches) == [[12, 11, 10], [200, 195, 190]]
+    for batch in pack(blocks_of(list(range(1, 60))), budget=100, longest=80):
         assert len(batch) == 1 or len(batch) * max(row.num_tokens for row in batch) <= 100
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 120), max_size=40), longest=st.integers(0, 100))
+def test_packing_keeps_every_block_and_joins_within_the_limit(lengths: list[int], longest: int) -> None:
+    blocks = blocks_of(lengths)
+    rows = [row for batch in pack(blocks, budget=150, longest=longest) for row in batch]
+    assert sorted(block.samples for row in rows for block in row.blocks) == [block.samples for block in blocks]
+    assert all(row.num_tokens <= longest or len(row.blocks) == 1 for row in rows)
+
+
+def test_short_blocks_are_joined_and_long_ones_are_not() -> None:
+    (batch,) = pack(blocks_of([60, 50, 40, 30]), budget=8192, longest=512)
+    assert sorted(row.num_tokens for row in batch) == [90, 90]
+    assert all(len(row.blocks) == 1 for batch in pack(blocks_of([510] * 4), 8192, 512) for row in batch)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("budget", [4096, 8192])
+@pytest.mark.parametrize(
+    ("prompts", "median", "sigma", "longest"),
+    [((50, 300), 200, 0.8, 1024), ((50, 300), 500, 0.6, 2048), ((30, 120), 100, 0.5, 512), ((20, 60), 20, 0.6, 64)],
+    ids=["reasoning", "long", "medium", "short"],
+)
+def test_less_than_a_twentieth_is_padding(
+    prompts: tuple[int, int], median: float, sigma: float, longest: int, budget: int, num_ranks: int
+) -> None:
+    for num_groups in (8, 64):
+        arrays = mix(num_groups, prompts, median, sigma, longest, seed=num_groups)
+        assert padding_share(plan_steps(arrays, 1, 1, num_ranks, budget, 512, seed=0)) < 0.05
 
 
 def test_padding_share_counts_computed_tokens(arrays: SampleArrays) -> None:
@@ -102,7 +155,7 @@ def test_token_weights_add_up_to_the_normaliser() -> None:
 
 def test_collate_lays_out_a_shared_row() -> None:
     samples = from_demonstrations([[7, 8], [7, 8]], [[1, 2, 3], [4, 5]])
-    batch = collate(samples, [Row((0, 1), 5)], np.array([0.5, 0.25]))
+    batch = collate(samples, [Row((Block((0, 1), 5),))], np.array([0.5, 0.25]))
     assert batch.input_ids.tolist() == [[7, 8, 1, 2, 4]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2]]
     assert batch.target.tolist() == [1, 2, 3, 4, 5]
@@ -119,10 +172,29 @@ def test_collate_lays_out_a_shared_row() -> None:
     ]
 
 
+def test_collate_lays_out_blocks_beside_one_another() -> None:
+    samples = from_demonstrations([[7, 8], [7, 8], [6, 9], [6]], [[1, 2, 3], [4, 5], [2, 3], [1, 1]])
+    rows = [Row((Block((0, 1), 5), Block((2,), 3))), Row((Block((3,), 2),))]
+    batch = collate(samples, rows, np.ones(4))
+    assert batch.input_ids.tolist() == [[7, 8, 1, 2, 4, 6, 9, 2], [6, 1, 0, 0, 0, 0, 0, 0]]
+    assert batch.position_ids[0].tolist() == [0, 1, 2, 3, 2, 0, 1, 2]
+    assert batch.target.tolist() == [1, 2, 3, 4, 5, 2, 3, 1, 1]
+    assert batch.column.tolist() == [1, 2, 3, 1, 4, 6, 7, 0, 1]
+    assert batch.row.tolist() == [0] * 7 + [1] * 2
+    assert batch.visible is not None
+    assert batch.visible[0, 5:].astype(int).tolist() == [
+        [0, 0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 1, 1, 1],
+    ]
+    assert not batch.visible[1, :2, 2:].any()
+    assert batch.visible.any(axis=2).all()  # padding too: attention over nothing has no value
+
+
 def test_collate_skips_what_the_policy_did_not_emit() -> None:
     samples = from_demonstrations([[7]], [[1, 2, 3]])
     samples = replace(samples, loss_mask=np.array([0, 1, 0, 1]))
-    batch = collate(samples, [Row((0,), 3)], np.ones(1))
+    batch = collate(samples, [Row((Block((0,), 3),))], np.ones(1))
     assert (batch.target.tolist(), batch.column.tolist(), batch.visible) == ([1, 3], [0, 2], None)
 
 

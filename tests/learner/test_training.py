@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from posttrain_core.config import AlgorithmConfig, DeepSpeedLearnerConfig, SftConfig
+from posttrain_core.learner.batching import plan_steps
 from posttrain_core.learner.presets import resolve
 from posttrain_core.learner.samples import SampleArrays, from_demonstrations, from_records
 from tests.learner.llama import make_samples
@@ -76,6 +77,27 @@ def test_gradient_does_not_depend_on_micro_batches_or_shared_rows(
         torch.testing.assert_close(engine.gradient, whole.gradient, rtol=1e-4, atol=1e-6)
         for name in set(values) - {"padding_share"}:
             assert values[name] == pytest.approx(metrics[0][name], rel=1e-4, abs=1e-6), name
+
+
+def test_no_token_sees_another_sample_or_block(policy: Path) -> None:
+    """Packed and unpacked gradients agree; one bit too many in one mask is far beyond the tolerance."""
+    arrays = from_records(make_samples(num_groups=6))
+    (step,) = plan_steps(arrays, 1, 1, 1, 8192, 512, seed=1)
+    assert max(len(row.blocks) for batch in step.ranks[0] for row in batch) >= 3
+
+    class Leaking(PlainEngine):
+        def forward(self, batch: Any) -> Any:
+            at = int(batch.column[batch.row == 0].max())
+            assert not batch.visible[0, at, 0]
+            batch.visible[0, at, 0] = True
+            return super().forward(batch)
+
+    packed, unpacked, leaking = PlainEngine(policy), PlainEngine(policy, longest_shared_row=0), Leaking(policy)
+    for engine in (packed, unpacked, leaking):
+        run(engine, arrays, {})
+    norm = float(unpacked.gradient.norm())
+    assert float((packed.gradient - unpacked.gradient).norm()) < 2e-6 * norm
+    assert float((leaking.gradient - unpacked.gradient).norm()) > 1e-5 * norm
 
 
 def test_logprobs_are_those_of_an_ordinary_forward_pass(policy: Path, arrays: SampleArrays) -> None:
@@ -171,7 +193,7 @@ def test_imitation_learns_its_demonstrations(policy: Path) -> None:
     seen: list[tuple[int, int]] = []
     metrics = training.imitate(engine, demonstrations, sft, 8192, 0, lambda done, total: seen.append((done, total)))
     assert metrics["first_loss"] == pytest.approx(math.log(21), abs=0.3)
-    assert metrics["loss"] < 0.1
+    assert metrics["loss"] < 0.2
     assert seen == [(done, 60) for done in range(1, 61)]
     assert engine.learning_rates[0] == pytest.approx(0.2)
     assert engine.learning_rates[1] == pytest.approx(0.4)
