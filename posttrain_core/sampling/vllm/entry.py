@@ -4,22 +4,26 @@
 
 It is copied to a folder of its own and imports nothing of posttrain: vLLM has an environment of its own. The processes
 that vLLM starts (engine core, workers) import this file as `__mp_main__`, so each of them watches its parent. One that
-finds itself without its parent ends the whole process group.
+finds itself without its parent kills the whole process group.
 """
 
+import contextlib
 import hashlib
 import hmac
 import multiprocessing
 import os
 import runpy
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
 from typing import Any
 
 PARENT_CHECK_SECONDS = 0.5
+TEMPORARY_FOLDER = "POSTTRAIN_VLLM_TEMPORARY_FOLDER"  # variable that names it; removed at the end
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -50,10 +54,36 @@ def _digest(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
+def kill_group(group: int) -> None:
+    """SIGKILL for every process of the group except the caller and multiprocessing's resource tracker.
+
+    The tracker ends by itself once the others are gone, and removes the shared memory that they leave behind. (It
+    ignores SIGTERM.)
+    """
+    for pid in _members(group) - {os.getpid()}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _members(group: int) -> set[int]:
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            state, _, its_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            is_tracker = b"multiprocessing.resource_tracker" in (folder / "cmdline").read_bytes()
+            if int(its_group) == group and state != "Z" and not is_tracker:
+                found.add(int(folder.name))
+    return found
+
+
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK_SECONDS)
-    os.killpg(0, signal.SIGKILL)
+    kill_group(os.getpgrp())
+    shutil.rmtree(os.environ[TEMPORARY_FOLDER], ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _start_watch(parent: int) -> None:

@@ -7,11 +7,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain_core.config import VllmLaunchConfig
 from posttrain_core.errors import SamplerUnavailable
+from posttrain_core.sampling.vllm.entry import TEMPORARY_FOLDER, kill_group
 
 CHECKOUT = Path(__file__).parents[3]
 LOG_TAIL_CHARACTERS = 3000
@@ -29,6 +31,7 @@ class ServerProcess:
     api_key: str
     log: Path
     log_start: int  # bytes of the log that earlier processes wrote
+    temporary_folder: Path  # sockets and the like; a short path, because a socket's has at most 107 bytes
     on_cpu: bool
 
     @property
@@ -39,9 +42,9 @@ class ServerProcess:
         return self.log.stat().st_size
 
     def how_it_ended(self) -> str:
-        """vLLM ends with 0 after a crash of its engine too, so a status is shown only where it says something."""
-        status = self.popen.poll()
-        return f"was killed by signal {-status}" if status is not None and status < 0 else "ended by itself"
+        """For messages. It says little: vLLM ends with status 0 after a crash of its engine too."""
+        status = self.popen.wait()
+        return f"was killed by signal {-status}" if status < 0 else f"exited with {status}"
 
     def log_tail(self) -> str:
         with self.log.open("rb") as file:
@@ -58,9 +61,9 @@ class ServerProcess:
 
     def kill(self) -> None:
         """All processes of the group, also those whose leader is gone. Idempotent."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.popen.pid, signal.SIGKILL)
+        kill_group(self.popen.pid)
         self.popen.wait()
+        shutil.rmtree(self.temporary_folder, ignore_errors=True)
 
 
 def start_process(
@@ -75,6 +78,7 @@ def start_process(
         shutil.copy(Path(__file__).with_name(file), inside / file)
     port, api_key = _free_port(), secrets.token_urlsafe(32)
     log = scratch / f"vllm{index}.log"
+    temporary = Path(tempfile.mkdtemp(prefix="posttrain-vllm-"))
     with log.open("ab") as output:
         log_start = output.tell()
         try:
@@ -85,7 +89,7 @@ def start_process(
                     str(os.getpid()),
                     *_arguments(launch, folder, dtype, port, on_cpu),
                 ],
-                env=_environment(launch, index, inside, api_key, on_cpu),
+                env=_environment(launch, index, inside, temporary, api_key, on_cpu),
                 cwd=inside,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -93,8 +97,9 @@ def start_process(
                 process_group=0,  # killed as one; and Ctrl-C is for this process, which then stops its servers
             )
         except OSError as error:
+            temporary.rmdir()
             raise SamplerUnavailable(f"{name} cannot be started with {python}: {error}") from error
-    return ServerProcess(popen, f"http://127.0.0.1:{port}", api_key, log, log_start, on_cpu)
+    return ServerProcess(popen, f"http://127.0.0.1:{port}", api_key, log, log_start, temporary, on_cpu)
 
 
 def interpreter(launch: VllmLaunchConfig) -> Path:
@@ -157,10 +162,14 @@ def _arguments(launch: VllmLaunchConfig, folder: Path, dtype: str, port: int, on
     return [*(str(part) for pair in arguments.items() for part in pair), *switches, *launch.arguments]
 
 
-def _environment(launch: VllmLaunchConfig, index: int, inside: Path, api_key: str, on_cpu: bool) -> dict[str, str]:
+def _environment(
+    launch: VllmLaunchConfig, index: int, inside: Path, temporary: Path, api_key: str, on_cpu: bool
+) -> dict[str, str]:
     environment = {
         **os.environ,
         "PYTHONPATH": str(inside),
+        "TMPDIR": str(temporary),
+        TEMPORARY_FOLDER: str(temporary),
         "VLLM_API_KEY": api_key,
         "VLLM_SERVER_DEV_MODE": "1",  # offers /collective_rpc, /pause and the like
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # its processes import entry.py, which watches their parents
@@ -197,9 +206,14 @@ def _devices(launch: VllmLaunchConfig, index: int) -> str:
     if launch.devices:
         return launch.devices[index]
     size = launch.tensor_parallel_size
-    numbers = range(index * size, (index + 1) * size)
     visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-    return ",".join(visible[number] if number < len(visible) else str(number) for number in numbers)
+    chosen = (visible or list(map(str, range((index + 1) * size))))[index * size : (index + 1) * size]
+    if len(chosen) < size:
+        raise SamplerUnavailable(
+            f"CUDA_VISIBLE_DEVICES names {len(visible)} GPU(s), too few for server {index} of {launch.num_servers} "
+            f"with {size} each; lower sampler.launch.num_servers or set sampler.launch.devices"
+        )
+    return ",".join(chosen)
 
 
 def _free_port() -> int:

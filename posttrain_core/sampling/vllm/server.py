@@ -163,6 +163,11 @@ class OwnServer(Server):
         """Of the API server, whose process group holds all others; None when there is no process."""
         return self._process.popen.pid if self._process is not None else None
 
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        return self._process is not None and self._process.alive
+
     def lost(self, reason: str) -> None:
         self.held = None
         if self._process is not None:
