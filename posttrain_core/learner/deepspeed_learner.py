@@ -58,7 +58,7 @@ class DeepSpeedLearner:
         """Start the rank processes without waiting for them."""
         with self._lock, _writing(self._scratch):
             if self._ranks is None:
-                self._ranks = RankGroup(self._config.num_ranks, self._config.threads_per_rank, self._scratch)
+                self._ranks = RankGroup(self._config, self._scratch)
 
     @property
     def pids(self) -> list[int]:
@@ -69,10 +69,11 @@ class DeepSpeedLearner:
         with self._lock:
             self._load(folder, {"call": "load_weights", "folder": str(folder)})
 
-    def load_checkpoint(self, folder: Path, reference: Path) -> None:
+    def load_checkpoint(self, folder: Path, reference: Path) -> str:
         with self._lock:
             command = {"call": "load_checkpoint", "folder": str(folder), "reference": str(reference)}
-            self._load(reference, command)
+            note: str = self._load(reference, command)
+        return note
 
     def update(self, samples: Sequence[Sample], seed: int) -> Mapping[str, float]:
         if not samples:
@@ -113,7 +114,7 @@ class DeepSpeedLearner:
 
     def export_policy(self, folder: Path) -> None:
         with self._lock, _writing(folder):
-            self._call({"call": "export_weights", "path": str(folder / WEIGHTS_FILE)})
+            self._call({"call": "export_weights", "folder": str(folder), "weights_file": WEIGHTS_FILE})
             shutil.copytree(self._files, folder, dirs_exist_ok=True)
 
     def close(self) -> None:
@@ -123,14 +124,15 @@ class DeepSpeedLearner:
             self._ranks, self._loaded = None, False
             shutil.rmtree(self._files, ignore_errors=True)
 
-    def _load(self, policy: Path, command: Mapping[str, Any]) -> None:
+    def _load(self, policy: Path, command: Mapping[str, Any]) -> Any:
         with _writing(self._scratch):
             _copy_files(policy, self._files, self._dtype)
         self.start()
         if not self._loaded:
             self._command({"call": "configure", **self._settings})
-        self._command(command)
+        result = self._command(command)
         self._loaded = True
+        return result
 
     def _trained(self, command: Mapping[str, Any]) -> Mapping[str, float]:
         metrics: Mapping[str, float] = self._call(command)

@@ -3,9 +3,8 @@
 Imports torch and deepspeed: only the rank processes do so (`worker`).
 """
 
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,43 +16,80 @@ from torch import Tensor
 
 from posttrain_core.config import DeepSpeedLearnerConfig
 from posttrain_core.errors import LearnerFault
+from posttrain_core.learner import checkpoints
+from posttrain_core.learner.checkpoints import Parts, Position
 from posttrain_core.learner.collate import Batch
 from posttrain_core.learner.model import Rank, forward, longest_shared_row
 
-TAG = "state"
-POSITION_FILE = "position.json"
-
 
 class Engine:
-    """`num_steps` counts the optimizer's steps since its state was fresh."""
+    """`num_steps` counts the optimizer's steps since its state was fresh. `alive` is called at every sign of life.
 
-    def __init__(self, model: Any, config: DeepSpeedLearnerConfig, dtype: str, rank: Rank) -> None:
-        self.rank, self._config, self._dtype = rank, config, dtype
-        self.num_steps = 0
+    `checkpoint`, when given, is what `save_checkpoint` wrote under any layout; `model` then gives what is frozen.
+    `note` says so when the layout was another one.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: DeepSpeedLearnerConfig,
+        dtype: str,
+        rank: Rank,
+        alive: Callable[[], None],
+        checkpoint: Path | None = None,
+    ) -> None:
+        self.rank, self._config, self._dtype, self._alive = rank, config, dtype, alive
         self.longest_shared_row = longest_shared_row(model.config)
+        self._lora: Any = None
+        if config.lora is not None:
+            from posttrain_core.learner import lora  # peft takes seconds to import
+
+            self._lora = lora
+            model = lora.add_adapters(model, config.lora)
         model.train()
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.num_steps, self.note = 0, ""
+        if checkpoint is None:
+            self._initialize(model)
+            return
+        with Parts(checkpoint) as parts:
+            parts.fill_weights(model)
+            self._initialize(model)
+            parts.fill_optimizer(self._fragments(), self._engine.basic_optimizer.state)
+            self.num_steps = parts.position.num_steps
+            self.note = _moved(parts.position, self._position())
+
+    def _initialize(self, model: Any) -> None:
+        config = self._config
         optimizer = torch.optim.AdamW(
-            model.parameters(),
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             weight_decay=config.weight_decay,
             fused=True,
         )
         self._grad_norm: Tensor | None = None
-        if _clips_itself(config, dtype):
+        if _clips_itself(config, self._dtype):
             optimizer.register_step_pre_hook(self._clip)
+        settings = _deepspeed_config(config, self._dtype, self.rank)
         self._engine: Any = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=_deepspeed_config(config, dtype), dist_init_required=False
+            model=model, optimizer=optimizer, config=settings, dist_init_required=False
         )[0]
 
     def forward(self, batch: Batch) -> Tensor:
+        self._alive()
         return forward(self._engine, batch, self.rank.device)
+
+    def base_forward(self, batch: Batch) -> Tensor:
+        """The policy without its adapters."""
+        with self._engine.module.disable_adapter():
+            return self.forward(batch)
 
     def backward(self, loss: Tensor) -> None:
         """`loss` is this rank's part of a sum over ranks; DeepSpeed averages, hence the factor."""
         self._engine.backward(loss * self.rank.world_size)
+        self._alive()
 
     def step(self, learning_rate: float, weight_decay: float) -> float:
         """Apply the accumulated gradients; returns their norm before clipping."""
@@ -65,43 +101,22 @@ class Engine:
         return float(norm)
 
     def save_checkpoint(self, folder: Path) -> None:
-        self._engine.save_checkpoint(str(folder), tag=TAG)
+        owned = self._fragments()
+        if self._config.zero_stage == 0:  # every rank has everything
+            owned = owned[self.rank.number :: self.rank.world_size]
+        checkpoints.save(folder, owned, self._engine.basic_optimizer.state, self.rank.number)
         if self.rank.number == 0:
-            position = {"num_steps": self.num_steps, **self._shape()}
-            (folder / POSITION_FILE).write_text(json.dumps(position, sort_keys=True))
+            checkpoints.write_position(folder, self._position())
         dist.barrier()
 
-    def load_checkpoint(self, folder: Path) -> None:
-        """Raises LearnerFault when there is no checkpoint, or one of another shape."""
-        position = read_position(folder)
-        for name, value in self._shape().items():
-            if position[name] != value:
-                raise LearnerFault(
-                    f"the checkpoint {folder} was written with {name} {position[name]}, this learner has {value}: "
-                    f"set learner.{name} back, or fork the run from a published policy"
-                )
-        if self._engine.load_checkpoint(str(folder), tag=TAG)[0] is None:
-            raise LearnerFault(f"DeepSpeed finds no state in the checkpoint {folder}")
-        self.num_steps = position["num_steps"]
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """All weights on the CPU, tied ones once; under ZeRO 3 only rank 0 gets them (all ranks must call)."""
-        module = self._engine.module
-        if self._config.zero_stage == 3:
-            gathered = self._engine._zero3_consolidated_16bit_state_dict()
-        else:
-            gathered = module.state_dict()
-        tied = set(module.all_tied_weights_keys)
-        return {
-            name: tensor.detach().to("cpu", copy=True).contiguous()
-            for name, tensor in sorted((gathered or {}).items())
-            if name not in tied
-        }
-
-    def export(self, path: Path) -> None:
-        state = self.state_dict()
+    def export(self, folder: Path, weights_file: str) -> None:
+        """The policy's weights into `weights_file`; where there are adapters, merged, and by themselves below."""
+        state = self._state_dict()
         if self.rank.number == 0:
-            save_file(state, path, metadata={"format": "pt"})
+            if self._lora is not None:
+                self._lora.save_adapter(folder / "adapter", self._engine.module, state)
+                state = self._lora.merged(self._engine.module, state)
+            save_file(dict(sorted(state.items())), folder / weights_file, metadata={"format": "pt"})
         dist.barrier()
 
     def close(self) -> None:
@@ -111,16 +126,26 @@ class Engine:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self._config.max_grad_norm)
 
-    def _shape(self) -> dict[str, int]:
-        return {"num_ranks": self.rank.world_size, "zero_stage": self._config.zero_stage}
+    def _position(self) -> Position:
+        return Position(self.num_steps, self.rank.world_size, self._config.zero_stage)
 
+    def _fragments(self) -> list[checkpoints.Fragment]:
+        return checkpoints.fragments(self._engine, self._config.zero_stage, self.rank.number)
 
-def read_position(folder: Path) -> Mapping[str, Any]:
-    try:
-        position: Mapping[str, Any] = json.loads((folder / POSITION_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise LearnerFault(f"no learner checkpoint in {folder}: {error}") from error
-    return position
+    def _state_dict(self) -> dict[str, Tensor]:
+        """All weights on the CPU, tied ones once; under ZeRO 3 only rank 0 gets them (all ranks must call)."""
+        module = self._engine.module
+        if self._config.zero_stage == 3:
+            gathered = self._engine._zero3_consolidated_16bit_state_dict()
+        else:
+            gathered = module.state_dict()
+        prefix = self._lora.PREFIX if self._lora is not None else ""
+        tied = {prefix + name for name in module.all_tied_weights_keys}
+        return {
+            name: tensor.detach().to("cpu", copy=True).contiguous()
+            for name, tensor in (gathered or {}).items()
+            if name not in tied
+        }
 
 
 def init_distributed(rendezvous: Path, threads: int) -> Rank:
@@ -144,24 +169,39 @@ def init_distributed(rendezvous: Path, threads: int) -> Rank:
     return Rank(number, world_size, device)
 
 
+def _moved(written: Position, read: Position) -> str:
+    if written.layout == read.layout:
+        return ""
+    return (
+        f"the learner's checkpoint was written by {written.layout} and goes on with {read.layout}: "
+        "the same weights and optimizer state, results that differ by rounding from here on"
+    )
+
+
 def _clips_itself(config: DeepSpeedLearnerConfig, dtype: str) -> bool:
     """Without ZeRO and with float32, DeepSpeed clips gradients but does not tell their norm."""
     return config.zero_stage == 0 and dtype == "float32"
 
 
-def _deepspeed_config(config: DeepSpeedLearnerConfig, dtype: str) -> dict[str, Any]:
+def _deepspeed_config(config: DeepSpeedLearnerConfig, dtype: str, rank: Rank) -> dict[str, Any]:
+    offload = {"device": "cpu", "pin_memory": rank.device.type == "cuda"}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,  # `Engine.step` is the boundary, however many micro-batches there were
         "gradient_clipping": 0.0 if _clips_itself(config, dtype) else config.max_grad_norm,
         "bf16": {"enabled": dtype == "bfloat16"},
+        # Sums of many micro-batches' gradients; without ZeRO, DeepSpeed cannot keep them apart from the weights' type.
+        "data_types": {"grad_accum_dtype": "fp32" if config.zero_stage else None},
+        "zero_force_ds_cpu_optimizer": False,  # its own CPU optimizer is compiled at run time
         "zero_optimization": {
             "stage": config.zero_stage,
             "overlap_comm": False,
             "reduce_bucket_size": 50_000_000,  # the default holds gigabytes per rank
             "allgather_bucket_size": 50_000_000,
             "stage3_gather_16bit_weights_on_model_save": True,
+            **({"offload_optimizer": offload} if config.offload_optimizer else {}),
+            **({"offload_param": offload} if config.offload_parameters else {}),
         },
         "steps_per_print": 1_000_000_000,
     }

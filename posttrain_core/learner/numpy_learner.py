@@ -41,11 +41,12 @@ class NumpyLearner:
         logits = _read(folder)["logits"]
         self._state = {"logits": logits, "momentum": np.zeros_like(logits), "step": np.zeros(1)}
 
-    def load_checkpoint(self, folder: Path, reference: Path) -> None:
+    def load_checkpoint(self, folder: Path, reference: Path) -> str:
         state = _read(folder)
         if set(state) != {"logits", "momentum", "step"}:
             raise LearnerFault(f"{folder / WEIGHTS_FILE} is not a checkpoint of the numpy learner: it has {set(state)}")
         self._state = state
+        return ""
 
     def update(self, samples: Sequence[Sample], seed: int) -> Mapping[str, float]:
         """One step of policy gradient: the mean over samples of advantage * (onehot(k) - softmax(logits))."""

@@ -26,8 +26,9 @@ class Learner(Protocol):
     def load_weights(self, folder: Path) -> None:
         """Take the policy in `folder` (Hugging Face layout) with a fresh optimizer; it is also the reference policy."""
 
-    def load_checkpoint(self, folder: Path, reference: Path) -> None:
-        """Continue from what `save_checkpoint` wrote; `reference` is the folder of the reference policy."""
+    def load_checkpoint(self, folder: Path, reference: Path) -> str:
+        """Continue from what `save_checkpoint` wrote; `reference` is the folder of the reference policy. Returns what a
+        user should know of it (it was written under another layout), mostly nothing."""
 
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Log-probabilities of every sample's tokens under the reference policy, at the sample's temperature, in the

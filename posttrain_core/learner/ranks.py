@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from posttrain_core.config import DeepSpeedLearnerConfig
 from posttrain_core.errors import LearnerFault
 
 LOG_TAIL_CHARACTERS = 2000
@@ -46,9 +47,10 @@ class RankGroup:
     `scratch` exists; the ranks' logs go there.
     """
 
-    def __init__(self, num_ranks: int, threads_per_rank: int, scratch: Path) -> None:
+    def __init__(self, config: DeepSpeedLearnerConfig, scratch: Path) -> None:
+        num_ranks = config.num_ranks
         rendezvous = scratch / f"rendezvous-{uuid.uuid4().hex}"
-        threads = threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_ranks)
+        threads = config.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_ranks)
         self._ranks: list[_Rank] = []
         self._rendezvous = rendezvous
         for number in range(num_ranks):

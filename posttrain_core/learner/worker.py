@@ -93,11 +93,12 @@ class Worker:
         self._dtype, self._max_new_tokens = dtype, max_new_tokens
 
     def load_weights(self, folder: str) -> None:
-        self._build(Path(folder), Path(folder))
+        self._build(Path(folder))
 
-    def load_checkpoint(self, folder: str, reference: str) -> None:
-        self._build(Path(reference), Path(reference))
-        self._engine.load_checkpoint(Path(folder))
+    def load_checkpoint(self, folder: str, reference: str) -> str:
+        self._build(Path(reference), Path(folder))
+        note: str = self._engine.note
+        return note
 
     def update(self, samples: str, seed: int) -> Mapping[str, float]:
         from posttrain_core.learner.training import reinforce
@@ -138,17 +139,22 @@ class Worker:
     def save_checkpoint(self, folder: str) -> None:
         self._engine.save_checkpoint(Path(folder))
 
-    def export_weights(self, path: str) -> None:
-        self._engine.export(Path(path))
+    def export_weights(self, folder: str, weights_file: str) -> None:
+        self._engine.export(Path(folder), weights_file)
 
-    def _build(self, weights: Path, reference: Path) -> None:
+    def _build(self, reference: Path, checkpoint: Path | None = None) -> None:
         if self._engine is not None:
             self._engine.close()
-        model = self._models.load_model(weights, self._dtype, self._rank.device)
-        self._engine = self._engines.Engine(model, self._config, self._dtype, self._rank)
+        model = self._models.load_model(reference, self._dtype, self._rank.device)
+        self._engine = self._engines.Engine(model, self._config, self._dtype, self._rank, lambda: None, checkpoint)
         self._reference = None
         if self._algorithm.kl is not None:
-            self._reference = self._models.reference_forward(reference, self._dtype, self._rank.device)
+            adapted = self._config.lora is not None
+            self._reference = (
+                self._engine.base_forward
+                if adapted
+                else self._models.reference_forward(reference, self._dtype, self._rank.device)
+            )
 
     def _progress(self, done: int, total: int) -> None:
         self.reply({"progress": [done, total]})

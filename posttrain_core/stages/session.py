@@ -61,7 +61,8 @@ class LearnerSession:
             prefix = update.notes.get("checkpoint")
             if prefix and self.run.store.stat(layout.retired(self.run.name, "checkpoints", iteration)) is None:
                 folder = self.run.folders.get("checkpoint", update.named("/checkpoints/"), prefix)
-                self.learner.load_checkpoint(folder, base)
+                if note := self.learner.load_checkpoint(folder, base):
+                    self.run.progress.note(note)
                 return iteration + 1
         self.learner.load_weights(base)
         return 0

@@ -1,0 +1,101 @@
+"""The learner under every layout: ZeRO stages, numbers of ranks, offload, precision, and from one to another."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.learner.llama import make_samples
+from tests.learner.rank_group import Ranks, started, whole_state
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+FIRST, SECOND = make_samples(seed=1), make_samples(seed=2)
+SMALL = 40  # tokens of a micro-batch: several of them in each step
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with started(1, tmp_path_factory.mktemp("one")) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with started(2, tmp_path_factory.mktemp("two")) as ranks:
+        yield ranks
+
+
+def assert_close(found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=tolerance, msg=lambda text, name=name: name + text)
+
+
+def assert_equal(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_goes_from_any_layout_to_any_other_bit_for_bit(
+    dtype: str, one: Ranks, two: Ranks, policy: Path, tmp_path: Path
+) -> None:
+    two.configure(dtype=dtype, zero_stage=2, tokens_per_micro_batch=SMALL)
+    two.load(policy)
+    two.update(FIRST, seed=1)
+    two.update(FIRST, seed=2)
+    written = whole_state(two.save(tmp_path / "written"))
+    exported = two.export(tmp_path / "policy")
+    metrics = two.update(SECOND, seed=3)
+    after = whole_state(two.save(tmp_path / "after"))
+    assert {key.partition("/")[0] for key in written} == {"weight", "exp_avg", "exp_avg_sq"}
+    layouts = [(ranks, stage) for stage in (0, 1, 2, 3) for ranks in (one, two)]
+    source = tmp_path / "written"
+    for ranks, stage in layouts:
+        ranks.configure(dtype=dtype, zero_stage=stage, tokens_per_micro_batch=SMALL)
+        ranks.resume(source, policy)  # each reads what the one before it wrote
+        source = ranks.save(tmp_path / f"{ranks.num_ranks}-{stage}")
+        assert_equal(whole_state(source), written)
+        assert_equal(ranks.export(tmp_path / "policy-again"), exported)
+        again = ranks.update(SECOND, seed=3)
+        assert again["num_steps"] == 3
+        assert again["loss"] == pytest.approx(metrics["loss"], rel=1e-3 if dtype == "float32" else 0.05, abs=1e-4)
+        if dtype == "float32":
+            continued = whole_state(ranks.save(tmp_path / f"{ranks.num_ranks}-{stage}-after"))
+            assert_close(continued, after, 2e-5)
+
+
+def test_fresh_moments_would_be_seen(two: Ranks, one: Ranks, policy: Path, tmp_path: Path) -> None:
+    """The control of the test above: the same weights without the optimizer's state go elsewhere."""
+    two.configure(zero_stage=2)
+    two.load(policy)
+    two.update(FIRST, seed=1)
+    two.export(tmp_path / "policy")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "policy" / name).write_bytes((policy / name).read_bytes())
+    two.update(SECOND, seed=3)
+    after = two.export(tmp_path / "after")
+    one.configure(zero_stage=1)
+    one.load(tmp_path / "policy")
+    one.update(SECOND, seed=3)
+    found = one.export(tmp_path / "found")
+    assert max(float((found[name] - after[name]).abs().max()) for name in after) > 1e-3
+
+
+def test_four_ranks_read_what_two_wrote(two: Ranks, policy: Path, tmp_path: Path) -> None:
+    two.configure(zero_stage=3)
+    two.load(policy)
+    two.update(FIRST, seed=1)
+    source = two.save(tmp_path / "written")
+    scratch = tmp_path / "four"
+    scratch.mkdir()
+    with started(4, scratch) as four:
+        for stage, written in ((3, "2 ranks at ZeRO 3"), (1, "4 ranks at ZeRO 3")):
+            four.configure(zero_stage=stage)
+            assert f"written by {written}" in four.resume(source, policy)
+            assert_equal(whole_state(four.save(tmp_path / f"four-{stage}")), whole_state(source))
+            source = tmp_path / f"four-{stage}"
