@@ -1,6 +1,8 @@
 # make demo: train a real policy and see it learn.   make test: install what the tests need and run them.
+# make vllm: the environment of vLLM servers, for `sampler: {type: vllm}`.
 PYTHON ?= python3.11
 VENV := .venv
+VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
@@ -20,13 +22,13 @@ lint: install-dev
 install: $(VENV)/installed
 install-dev: $(VENV)/installed-dev
 
-$(VENV)/bin/python:
+$(VENV)/bin/python $(VLLM_VENV)/bin/python:
 	@python=$$(command -v $(PYTHON) || command -v python3); \
 	if ! $$python -c 'import sys, ensurepip, venv; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then \
 	  echo "posttrain needs Python 3.11 with venv (Debian: apt-get install python3.11-venv)," >&2; \
 	  echo "or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; \
 	fi; \
-	$$python -m venv $(VENV)
+	$$python -m venv $(@:/bin/python=)
 
 # torch first and by itself: its exact pin is what keeps a CPU machine from fetching a CUDA build.
 $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
@@ -39,8 +41,23 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) install --constraint constraints.txt --editable '.[all,dev]'
 	touch $@
 
+# vLLM contradicts the other environment's pins, so it has one of its own. torch first and by itself, as above.
+.PHONY: vllm
+vllm: $(VLLM_VENV)/installed
+
+$(VLLM_VENV)/installed: infra/vllm/requirements-cpu.txt infra/vllm/requirements-gpu.txt | $(VLLM_VENV)/bin/python
+	@if nvidia-smi > /dev/null 2>&1; then \
+	  file=infra/vllm/requirements-gpu.txt options=; \
+	else \
+	  file=infra/vllm/requirements-cpu.txt options=--no-deps; \
+	fi; \
+	pip="$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet"; \
+	echo "Installing $$file into $(VLLM_VENV), which takes some minutes"; \
+	$$pip install "$$(grep '^torch==' $$file)" && $$pip install $$options --requirement $$file
+	touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info
 
 # The demo on five seeds, about three minutes each: held-out pass rates before and after.
 .PHONY: demo-seeds
