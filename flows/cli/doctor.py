@@ -14,7 +14,9 @@ import typer
 
 from flows.cli.options import DEFAULT_STORE, AsJson, Store
 from flows.cli.output import print_json
-from posttrain_core.errors import PosttrainError
+from posttrain_core.config import VllmLaunchConfig
+from posttrain_core.errors import PosttrainError, SamplerUnavailable
+from posttrain_core.sampling.vllm.process import interpreter, vllm_version
 from posttrain_core.store import open_store
 from posttrain_core.store.probe import check_conditional_writes
 
@@ -111,10 +113,12 @@ def _gpu() -> Finding:
 
 
 def _vllm() -> Finding:
-    command = shutil.which("vllm")
-    if command is None:
-        return Finding("vllm", Condition.ABSENT, "not on PATH; it is not needed for the in-process sampler")
-    return Finding("vllm", Condition.OK, command)
+    try:
+        python = interpreter(VllmLaunchConfig())
+        found = vllm_version(python)
+    except SamplerUnavailable as error:
+        return Finding("vllm", Condition.ABSENT, f"{error} (not needed for the in-process sampler)")
+    return Finding("vllm", Condition.OK, f"{found} in {python.parents[1]}", {"python": str(python), "version": found})
 
 
 def _prefect() -> str:
