@@ -32,7 +32,7 @@ def vllm_python() -> Path:
 
 
 @pytest.fixture(scope="session")
-def loop(vllm_python: Path) -> Iterator[asyncio.Runner]:
+def loop() -> Iterator[asyncio.Runner]:
     """The one loop that servers are used from: `loop.run(server.bring_to(...))`."""
     with asyncio.Runner() as runner:
         yield runner

