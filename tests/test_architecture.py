@@ -27,7 +27,7 @@ HEAVY = {  # package: where it may be imported
     "deepspeed": {"learner/engine"},
     "peft": {"learner/lora"},
     "transformers": {"learner/engine", "learner/model", "learner/tiny", "learner/demonstrations"}
-    | {"sampling/inprocess", "sampling/kv_cache"},
+    | {f"sampling/{name}" for name in ("inprocess", "kv_cache", "tokenizer")},
     "docker": {"sandbox/docker"},
     "boto3": {"store/s3"},
     "botocore": {"store/s3"},

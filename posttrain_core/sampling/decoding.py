@@ -13,6 +13,7 @@ import torch
 from posttrain_core.records import FinishReason
 from posttrain_core.sampling.kv_cache import RowCache
 from posttrain_core.sampling.protocol import Completion, SampleRequest
+from posttrain_core.sampling.stopping import Decode, Ending
 
 
 def uniforms(request: SampleRequest) -> np.ndarray:
@@ -39,10 +40,11 @@ def draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor
 class Decoder:
     """Calls the model with the arguments that its architecture takes."""
 
-    def __init__(self, model: Any, end_ids: frozenset[int], pad_id: int) -> None:
+    def __init__(self, model: Any, end_ids: frozenset[int], pad_id: int, decode: Decode) -> None:
         self.model = model
         self.end_ids = end_ids
         self.pad_id = pad_id
+        self._decode_tokens = decode
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # depends on the architecture
         self._takes_positions = "position_ids" in parameters
@@ -51,10 +53,11 @@ class Decoder:
     @torch.inference_mode()
     def decode(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """One completion per request, in order. Each must leave room in the context for its `max_new_tokens`."""
-        batch = _Batch(requests, self.model.device, self.pad_id)
+        endings = [Ending(request, self.end_ids, self._decode_tokens) for request in requests]
+        batch = _Batch(requests, endings, self.model.device, self.pad_id)
         logits = self._forward(batch, batch.prompt_ids, batch.prompt_positions, batch.prompt_mask)[batch.rows]
         while True:
-            tokens = batch.take(logits, self.end_ids)
+            tokens = batch.take(logits)
             if not batch.live:
                 return batch.completions()
             logits = self._forward(batch, tokens[:, None], batch.positions[:, None], batch.mask)
@@ -74,12 +77,14 @@ class Decoder:
 class _Batch:
     """The rows still being decoded. Row r of every tensor belongs to request `live[r]`."""
 
-    def __init__(self, requests: Sequence[SampleRequest], device: torch.device, pad_id: int) -> None:
-        self._requests = requests
+    def __init__(
+        self, requests: Sequence[SampleRequest], endings: Sequence[Ending], device: torch.device, pad_id: int
+    ) -> None:
+        self._endings = endings
         self._device = device
         self._tokens: list[list[int]] = [[] for _ in requests]
         self._logprobs: list[list[float]] = [[] for _ in requests]
-        self._stopped = [False] * len(requests)
+        self._reasons: list[FinishReason | None] = [None] * len(requests)
         self.live = list(range(len(requests)))
         self._step = 0
 
@@ -114,7 +119,7 @@ class _Batch:
             return None
         return self._full_mask[:, : self.prompt_ids.shape[1] + self._step]
 
-    def take(self, logits: torch.Tensor, end_ids: frozenset[int]) -> torch.Tensor:
+    def take(self, logits: torch.Tensor) -> torch.Tensor:
         """Draws a token for each row from logits [B, V]; returns the tokens of those that go on, now the batch."""
         tokens, logprobs = draw(logits, self._temperatures, self._uniforms[:, self._step])
         self._step += 1
@@ -123,9 +128,10 @@ class _Batch:
             request = self.live[row]
             self._tokens[request].append(token)
             self._logprobs[request].append(logprob)
-            self._stopped[request] = token in end_ids
-            if not self._stopped[request] and self._step < self._requests[request].max_new_tokens:
+            reason = self._endings[request].add(token)
+            if reason is None:
                 going.append(row)
+            self._reasons[request] = reason
         if len(going) < len(self.live):
             tokens = self._keep(going, tokens)
         self.positions += 1
@@ -133,8 +139,9 @@ class _Batch:
 
     def completions(self) -> list[Completion]:
         return [
-            Completion(tuple(ids), tuple(logprobs), FinishReason.STOP if stopped else FinishReason.LENGTH)
-            for ids, logprobs, stopped in zip(self._tokens, self._logprobs, self._stopped, strict=True)
+            Completion(tuple(ids), tuple(logprobs), reason)
+            for ids, logprobs, reason in zip(self._tokens, self._logprobs, self._reasons, strict=True)
+            if reason is not None  # which they all have by now
         ]
 
     def _keep(self, going: list[int], tokens: torch.Tensor) -> torch.Tensor:

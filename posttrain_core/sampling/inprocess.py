@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from posttrain_core.chat import prompt_ids
 from posttrain_core.config import InProcessSamplerConfig
 from posttrain_core.errors import SamplerUnavailable
 from posttrain_core.records import FinishReason, Message
 from posttrain_core.sampling.decoding import Decoder
 from posttrain_core.sampling.protocol import Completion, OnDone, Probe, SampleRequest
+from posttrain_core.sampling.tokenizer import PolicyTokenizer
 from posttrain_core.sampling.weights import copy_weights, mismatches, read_weights, shapes, summary
+
+NOT_LOADED = "the sampler holds no policy: call load_policy first"
 
 
 class InProcessSampler:
@@ -38,18 +40,15 @@ class InProcessSampler:
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._max_batch_size = config.max_batch_size
         self._lock = threading.Lock()
-        self._tokenizer_lock = threading.Lock()
         self._held: tuple[int, Path] | None = None
         self._model: Any = None
-        self._tokenizer: Any = None
+        self._tokenizer: PolicyTokenizer | None = None
         self._decoder: Decoder | None = None
-        self._context_length = 0
         self._stored_shapes: dict[str, tuple[int, ...]] = {}
 
     @property
     def context_length(self) -> int:
-        self._loaded()
-        return self._context_length
+        return self._tokenized().context_length
 
     def load_policy(self, version: int, folder: Path, probes: Sequence[Probe] = ()) -> None:
         """Raises SamplerUnavailable where the folder cannot be read or does not fit; the held policy stays."""
@@ -71,19 +70,10 @@ class InProcessSampler:
             self._held = (version, folder)
 
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Through the chat template with its generation prompt.
-
-        A tokenizer without template gets one "role: content" line per message and the line "assistant:" last.
-        """
-        self._loaded()
-        with self._tokenizer_lock:
-            return tuple(prompt_ids(self._tokenizer, messages))
+        return self._tokenized().encode(messages)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        self._loaded()
-        with self._tokenizer_lock:
-            text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
+        return self._tokenized().decode(token_ids)
 
     def sample(self, requests: Sequence[SampleRequest], on_done: OnDone | None = None) -> list[Completion]:
         """`max_new_tokens` is clipped to the context; a prompt that leaves no room is refused, with no tokens."""
@@ -108,21 +98,26 @@ class InProcessSampler:
 
     def _loaded(self) -> Decoder:
         if self._decoder is None:
-            raise SamplerUnavailable("the sampler holds no policy: call load_policy first")
+            raise SamplerUnavailable(NOT_LOADED)
         return self._decoder
+
+    def _tokenized(self) -> PolicyTokenizer:
+        if self._tokenizer is None:
+            raise SamplerUnavailable(NOT_LOADED)
+        return self._tokenizer
 
     def _fitting(self, requests: Sequence[SampleRequest]) -> dict[int, SampleRequest]:
         """Requests by index, clipped to the context; without those whose prompt leaves no room."""
-        fitting = {}
+        context_length, fitting = self.context_length, {}
         for index, request in enumerate(requests):
-            room = min(request.max_new_tokens, self._context_length - len(request.prompt_ids))
+            room = min(request.max_new_tokens, context_length - len(request.prompt_ids))
             if room > 0 and request.prompt_ids:
                 fitting[index] = replace(request, max_new_tokens=room)
         return fitting
 
     def _build(self, folder: Path) -> None:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = PolicyTokenizer(folder)
         built: Any = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype=self._dtype, output_loading_info=True
         )
@@ -131,13 +126,10 @@ class InProcessSampler:
             raise ValueError(f"tensors are missing or have another shape ({summary(problems)})")
         if any(DynamicCache(config=model.config).is_linear):
             raise ValueError("its layers keep a recurrent state; only attention with a key/value cache is supported")
-        context_length = _context_length(model, tokenizer)
         model.to(self._device).eval().requires_grad_(False)
-        end_ids = _end_ids(model, tokenizer)
-        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids, default=0)
         self._stored_shapes = shapes(read_weights(folder))
-        self._tokenizer, self._model, self._context_length = tokenizer, model, context_length
-        self._decoder = Decoder(model, end_ids, pad_id)
+        self._tokenizer, self._model = tokenizer, model
+        self._decoder = Decoder(model, tokenizer.end_ids, tokenizer.pad_id, tokenizer.decode)
 
     def _swap(self, version: int, folder: Path) -> None:
         weights = read_weights(folder)
@@ -157,18 +149,3 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
-
-
-def _context_length(model: Any, tokenizer: Any) -> int:
-    """From the model's configuration; models without a limit of their own (ALiBi) fall back to the tokenizer's."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or tokenizer.model_max_length
-    if limit > 2**30:
-        raise ValueError("neither config.json nor the tokenizer names a context length; set model_max_length")
-    return int(limit)
-
-
-def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every token that ends a turn, from the generation configuration and the tokenizer."""
-    configured = model.generation_config.eos_token_id
-    ids = set(configured) if isinstance(configured, list | tuple) else {configured}
-    return frozenset(ids | {tokenizer.eos_token_id}) - {None}
