@@ -168,7 +168,9 @@ class Lease:
     def _release_record(self) -> None:
         if not self._lost and self._etag is not None:
             with suppress(StoreError):  # it runs out by itself
-                self.store.put_if_match(layout.lease(self.run), _FREE, self._etag)
+                freed = self.store.put_if_match(layout.lease(self.run), _FREE, self._etag)
+                if freed is None and self._still_mine():
+                    self.store.put_if_match(layout.lease(self.run), _FREE, self._etag)
         self._etag = None
 
     def _record(self, beat: int) -> bytes:

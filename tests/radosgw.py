@@ -67,6 +67,9 @@ rgw enable apis = s3
 rgw frontends = beast endpoint=127.0.0.1:{port} ssl_endpoint=127.0.0.1:{tls_port} \
 ssl_certificate={folder}/tls.crt ssl_private_key={folder}/tls.key tcp_nodelay=1
 rgw thread pool size = 64
+rgw gc obj min wait = 1
+rgw gc processor period = 2
+rgw gc processor max time = 2
 """
 
 

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -164,7 +164,7 @@ class S3Store:
                 if _code(error) in _PAST_END:
                     return b"", 0, ""
                 raise
-            with answer["Body"] as body:
+            with closing(answer["Body"]) as body:  # as a context manager it gives urllib3's stream, and its errors
                 data: bytes = body.read()
             size = answer.get("ContentRange", "").rpartition("/")[2]
             return data, int(size or len(data)), answer["ETag"].strip('"')

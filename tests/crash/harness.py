@@ -1,7 +1,6 @@
 """Start a run in its own process group, kill it, look at what it left behind."""
 
 import hashlib
-import json
 import os
 import re
 import signal
@@ -9,20 +8,24 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
 
 from posttrain_core.config import RunConfig
+from posttrain_core.errors import ObjectNotFound
 from posttrain_core.manifest import parse_manifest
+from posttrain_core.store import ObjectStore, open_store
 
 STAGE_OF_TABLE = {"rollouts": "generate", "executions": "execute", "verdicts": "verify"}
 REPOSITORY = Path(__file__).parents[2]
 Work = tuple[str, str, int]  # (purpose and iteration, stage, shard)
+Root = Path | ObjectStore  # where to look: a local store's folder or any store
 
 
-def launch(config: RunConfig, *kill_at: str, log: Path) -> subprocess.Popen[bytes]:
+def launch(
+    config: RunConfig, *kill_at: str, log: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.crash.driver", config.model_dump_json(), *kill_at],
@@ -30,6 +33,7 @@ def launch(config: RunConfig, *kill_at: str, log: Path) -> subprocess.Popen[byte
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            env={**os.environ, **(environment or {})},
             start_new_session=True,
         )
 
@@ -81,7 +85,7 @@ def finish(config: RunConfig, root: Path, points: Sequence[tuple[str, ...]], sec
 
 
 @contextmanager
-def nothing_computed_again(root: Path) -> Iterator[None]:
+def nothing_computed_again(root: Root) -> Iterator[None]:
     before, done = committed(root), Counter(computed(root))
     yield
     again = Counter(computed(root)) - done
@@ -128,34 +132,39 @@ def process_command(pid: int) -> str:
         return "?"
 
 
-def semantic_state(root: Path) -> dict[str, str]:
+def semantic_state(root: Root) -> dict[str, str]:
     """Every semantic table by its bytes, every manifest by its digest, every kept policy file by its bytes."""
-    state = {}
-    for path in sorted(root.glob("runs/*/**/*")):
-        key = path.relative_to(root).as_posix()
-        if path.suffix == ".parquet":
-            state[key] = hashlib.sha256(path.read_bytes()).hexdigest()
-        elif "/manifests/" in key and path.is_file():
-            manifest = parse_manifest(path.read_bytes(), key)
+    state, store = {}, _store(root)
+    for key in _keys(store):
+        if key.endswith(".parquet"):
+            state[key] = hashlib.sha256(store.get(key)).hexdigest()
+        elif "/manifests/" in key:
+            manifest = parse_manifest(store.get(key), key)
             state[key] = manifest.digest
             for ref in manifest.named("/policies/"):
-                if (root / ref.key).exists():
+                with suppress(ObjectNotFound):
                     name = re.sub("attempt=[0-9a-f]+", "attempt", ref.key)
-                    state[name] = hashlib.sha256((root / ref.key).read_bytes()).hexdigest()
+                    state[name] = hashlib.sha256(store.get(ref.key)).hexdigest()
     return state
 
 
-def policy_digests(root: Path) -> list[str]:
+def policy_digests(root: Root) -> list[str]:
     """Of the weights of every version ever published, kept or not."""
-    manifests = [parse_manifest(path.read_bytes(), str(path)) for path in root.glob("runs/*/manifests/*/publish.json")]
+    store = _store(root)
+    published = [key for key in _keys(store) if re.fullmatch("runs/[^/]+/manifests/[^/]+/publish.json", key)]
+    manifests = [parse_manifest(store.get(key), key) for key in published]
     return [ref.digest for manifest in manifests for ref in manifest.named(".safetensors")]
 
 
-def committed(root: Path) -> set[Work]:
+def committed(root: Root) -> set[Work]:
     """The work whose result is in the store. The warm start counts as work of iteration 0."""
-    done: set[Work] = {("train 0", "sft", 0) for _ in root.glob("runs/*/manifests/start/sft.json")}
-    for path in root.glob("runs/*/**/iteration=*/*"):
-        key = path.relative_to(root).as_posix()
+    done: set[Work] = set()
+    for key in _keys(_store(root)):
+        path = PurePosixPath(key)
+        if key.endswith("/manifests/start/sft.json"):
+            done.add(("train 0", "sft", 0))
+        if not path.parent.name.startswith("iteration="):
+            continue
         scope = f"{'eval' if '/eval/' in key else 'train'} {int(path.parent.name.partition('=')[2])}"
         if path.suffix == ".parquet" and (stage := STAGE_OF_TABLE.get(_table(key))):
             done.add((scope, stage, int(path.stem.partition("=")[2])))
@@ -164,15 +173,24 @@ def committed(root: Path) -> set[Work]:
     return done
 
 
-def computed(root: Path) -> list[Work]:
+def computed(root: Root) -> list[Work]:
     """Every computation that telemetry recorded, in no order; twice the same means that it was done twice."""
     work = []
-    for path in root.glob("runs/*/**/telemetry/*/*.json"):
-        record: dict[str, Any] = json.loads(path.read_text() or "{}")
-        if record:
+    for info in _store(root).list("runs/"):
+        path = PurePosixPath(info.key)
+        if "telemetry" in path.parts and info.num_bytes:  # what a kill left empty was not written
             scope = f"{'eval' if 'eval' in path.parts else 'train'} {int(path.parent.name.partition('=')[2])}"
-            work.append((scope, record["stage"], record["shard"]))
+            stage, shard, _ = path.name.split(".", 2)
+            work.append((scope, stage, int(shard)))
     return work
+
+
+def _store(root: Root) -> ObjectStore:
+    return open_store(str(root)) if isinstance(root, Path) else root
+
+
+def _keys(store: ObjectStore) -> list[str]:
+    return [info.key for info in store.list("runs/")]
 
 
 def _table(key: str) -> str:
