@@ -29,6 +29,9 @@ def bench(
     price: Annotated[float, typer.Option(min=0, help="Price of the machine per hour, in any currency.")] = 0.0,
     overrides: Overrides = None,
     engines: Annotated[bool, typer.Option("--engines", help="Compare vLLM with the in-process sampler first.")] = False,
+    queries: Annotated[
+        bool, typer.Option("--queries", help="Measure queries over a million rollouts instead.")
+    ] = False,
     prefect: WithPrefect = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -39,6 +42,11 @@ def bench(
     idle = measuring.idle_cpu_share()
     if idle < 0.9:
         console.print(f"This machine is busy ({1 - idle:.0%} of its CPU time): the numbers will be off", style="yellow")
+    if queries:
+        from flows.cli.bench_queries import bench_queries
+
+        bench_queries(console, as_json)
+        return
     with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as folder:
         config = _config(config_file, overrides or [], Path(folder), warmup + iterations + 1)
         compared = None

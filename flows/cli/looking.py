@@ -1,4 +1,4 @@
-"""Commands that look at runs: status, show, rollouts, sql, report. They need neither Prefect nor torch."""
+"""Commands that look at runs: status, show, rollouts, sql, diff, report. They need neither Prefect nor torch."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from flows.cli.options import DEFAULT_STORE, AsJson, InRun, RunName, Store
-from flows.cli.output import print_json, print_json_lines, print_table
+from flows.cli.output import print_json, print_json_lines, print_read, print_table
 from posttrain_core.errors import ConfigError
 from posttrain_core.inspect import list_runs, open_run
 from posttrain_core.inspect.status import Status
@@ -63,6 +63,7 @@ def show(
 
     opened = open_run(store, run)
     print_json(rollout_record(opened, rollout)) if as_json else typer.echo(text_of(opened, rollout, tokens))
+    print_read(opened)
 
 
 def rollouts(
@@ -81,7 +82,8 @@ def rollouts(
     as_json: Annotated[bool, typer.Option("--json", help="Print every column, one JSON object a line.")] = False,
 ) -> None:
     """List rollouts with their verdicts."""
-    from posttrain_core.inspect.query import sql as answer
+    from posttrain_core.inspect.query import pick
+    from posttrain_core.inspect.tables import views
 
     conditions: dict[str, Any] = {
         "domain = ?": domain or None,
@@ -93,12 +95,12 @@ def rollouts(
     }
     given = [(text, value) for text, value in conditions.items() if value is not None]
     given += [("list_contains(flags, ?)", name) for name in flag or ()]
-    query = f"select {'*' if as_json else ', '.join(_COLUMNS)} from rollouts"
-    query += f" where {' and '.join(text for text, _ in given)}" if given else ""
-    query += f" order by {sort} {'desc' if descending else 'asc'} nulls last, purpose desc, rollout_id"
-    query += f" limit {limit}" if limit else ""
-    found = answer(open_run(store, run), query, [value for _, value in given])
-    _print_rows(found, as_json)
+    where = " and ".join(text for text, _ in given)
+    order = f"{sort} {'desc' if descending else 'asc'} nulls last, purpose desc, rollout_id"
+    columns = views()["rollouts"].schema.names if as_json else _COLUMNS
+    opened = open_run(store, run)
+    _print_rows(pick(opened, columns, where, [value for _, value in given], order, limit), as_json)
+    print_read(opened)
 
 
 def sql(
@@ -111,9 +113,41 @@ def sql(
 
     Tables: rollouts (with verdicts), executions, verdicts, samples, plan, iterations, evaluations, telemetry.
     """
-    from posttrain_core.inspect.query import sql as answer
+    opened = open_run(store, run)
+    _print_rows(opened.sql(query), as_json)
+    print_read(opened)
 
-    _print_rows(answer(open_run(store, run), query), as_json)
+
+def diff(
+    run_a: Annotated[str, typer.Argument(metavar="RUN_A", help="Run, or RUN@VERSION.")],
+    run_b: Annotated[str, typer.Argument(metavar="RUN_B", help="The other one: gains are from A to B.")],
+    store: Store = DEFAULT_STORE,
+    limit: Annotated[int, typer.Option(min=0, help="Gains and losses shown at most.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two policies on the held-out problems that both were evaluated on.
+
+    Without a version: the last one that both runs have evaluated.
+    """
+    from posttrain_core.inspect.diff import diff as diff_of
+
+    (name_a, version_a), (name_b, version_b) = map(_run_and_version, (run_a, run_b))
+    a, b = open_run(store, name_a), open_run(store, name_b)
+    found = diff_of(a, b, version_a, version_b)
+    if as_json:
+        print_json(found.as_json())
+    else:
+        from flows.cli.reporting import print_diff
+
+        print_diff(found, limit)
+    print_read(a, b)
+
+
+def _run_and_version(text: str) -> tuple[str, int | None]:
+    name, at, version = text.partition("@")
+    if at and not version.isdecimal():
+        raise ConfigError(f"{text!r}: after the @ comes a policy version, as in {name}@40")
+    return name, int(version) if at else None
 
 
 def report(

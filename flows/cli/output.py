@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 
+from posttrain_core.inspect.catalogue import Run
 from posttrain_core.inspect.text import visible
 
 _GAP = "  "
@@ -30,6 +31,17 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for line in table(columns, rows, width):
         typer.echo(line)
+
+
+def print_read(*runs: Run) -> None:
+    """On standard error: what looking at the runs has read of their stores."""
+    num_bytes = sum(run.store.num_bytes for run in runs)
+    num_requests = sum(run.store.num_requests for run in runs)
+    typer.echo(f"read {_size(num_bytes)} in {num_requests} requests", err=True)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1024:.1f} KiB" if num_bytes < 1 << 20 else f"{num_bytes / (1 << 20):.1f} MiB"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], width: int | None = None) -> list[str]:

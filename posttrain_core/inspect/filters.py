@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
+from posttrain_core.errors import ConfigError
 from posttrain_core.layout import Scope
 from posttrain_core.records import Purpose
 
@@ -33,11 +34,17 @@ class Filter:
         """The columns that the filter looks at: those without which it means nothing."""
         if self.expression is None:
             return []
-        return [name for place, name in enumerate(self._schema.names) if not self._is_valid(self._schema.remove(place))]
+        names = enumerate(self._schema.names)
+        return [name for place, name in names if self._wrong_for(self._schema.remove(place))]
 
-    @property
+    def check(self) -> None:
+        """ConfigError, with what Arrow says, when the expression makes no sense for these columns."""
+        if self.expression is not None and (wrong := self._wrong_for(self._schema)):
+            raise ConfigError(f"{wrong}; the columns are {', '.join(self._schema.names)}")
+
+    @cached_property
     def is_about_places(self) -> bool:
-        """Whether the iteration and the purpose alone decide, so that rows need not be looked at."""
+        """Whether the iteration and the purpose alone decide, so that the rows of an admitted place all match."""
         return set(self.columns) <= {"iteration", "purpose"}
 
     def admits(self, guarantee: ds.Expression) -> bool:
@@ -77,12 +84,13 @@ class Filter:
         yield from self._admitted(purpose, first, middle)
         yield from self._admitted(purpose, middle + 1, last)
 
-    def _is_valid(self, schema: pa.Schema) -> bool:
+    def _wrong_for(self, schema: pa.Schema) -> str:
+        """Why the expression makes no sense for other columns; "" when it does."""
         try:
             list(ds.FileSystemDataset([], schema, _FORMAT).get_fragments(self.expression))
-        except pa.ArrowInvalid:
-            return False
-        return True
+        except pa.ArrowException as error:
+            return str(error).partition("\n")[0]
+        return ""
 
 
 def span(purpose: Purpose, first: int, last: int) -> ds.Expression:

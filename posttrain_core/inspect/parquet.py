@@ -18,7 +18,7 @@ from posttrain_core.store import ObjectStore
 T = TypeVar("T")
 
 _WHOLE_BYTES = 128 << 10  # up to here one request for all of it costs less than two for parts
-_TAIL_BYTES = 64 << 10  # holds most footers
+_TAIL_BYTES = 16 << 10  # holds the footer of a table with one row group
 _GAP_BYTES = 64 << 10  # what lies between two parts is fetched with them up to here
 _PART_BYTES = 8 << 20  # no request is for more than this, so that several are under way
 _NUM_FOOTERS = 1024

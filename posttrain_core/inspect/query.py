@@ -20,6 +20,7 @@ from typing import Any
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from posttrain_core.errors import ConfigError
@@ -48,6 +49,20 @@ def sql(run: Run, query: str, parameters: Sequence[Any] = ()) -> pa.Table:
         for name in named & _COMPUTED.keys():
             connection.register(name, _COMPUTED[name](run))
         return _interruptible(connection, lambda: _answer(connection, query, list(parameters)))
+
+
+def pick(
+    run: Run, columns: Sequence[str], where: str, parameters: Sequence[Any], order: str, limit: int = 0
+) -> pa.Table:
+    """Rows of `rollouts` in an order; `where` ("" is all) and `order` are SQL; no limit is 0. Which rows is decided by
+    the columns that those two name; the others are read of these rows alone."""
+    first = f"select rollout_id, iteration, purpose from rollouts {'where' if where else ''} {where} order by {order}"
+    places = sql(run, f"{first} limit {limit}" if limit else first, parameters)
+    ids, iterations, purposes = (places[name].combine_chunks() for name in places.column_names)
+    chosen = {"iteration": iterations.unique().to_pylist(), "purpose": purposes.unique().to_pylist()}
+    rows = run.rollouts(*dict.fromkeys(["rollout_id", *columns]), **chosen)
+    table = (rows.where(rollout_id=ids.to_pylist()) if limit else rows).to_table()
+    return table.take(pc.index_in(ids, table["rollout_id"].combine_chunks())).select(list(columns))
 
 
 def table_names() -> list[str]:

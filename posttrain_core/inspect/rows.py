@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from posttrain_core.errors import ConfigError
+from posttrain_core.inspect.filters import Filter
 from posttrain_core.inspect.tables import View, scan, views
 
 if TYPE_CHECKING:
@@ -47,10 +48,11 @@ class Rows:
         """Those in which the condition holds and each of the columns has the value, or one of the values."""
         self._check(equal)
         parts = [] if condition is None else [condition]
-        parts += [_equal(name, value) for name, value in equal.items()]
+        parts += [_equal(self._view.schema.field(name), value) for name, value in equal.items()]
         both = self.condition
         for part in parts:
             both = part if both is None else both & part
+        Filter(both, self._view.schema).check()
         return Rows(self.run, self.view, self.columns, both)
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
@@ -86,6 +88,10 @@ class Rows:
                 raise ConfigError(f"{self.view} have no column {name!r}; {hint}")
 
 
-def _equal(name: str, value: Any) -> ds.Expression:
-    several = isinstance(value, Sequence | set | frozenset) and not isinstance(value, str)
-    return ds.field(name).isin(list(value)) if several else ds.field(name) == value
+def _equal(column: pa.Field, value: Any) -> ds.Expression:
+    try:
+        if isinstance(value, Sequence | set | frozenset) and not isinstance(value, str):
+            return ds.field(column.name).isin(pa.array(list(value), column.type))
+        return ds.field(column.name) == pa.scalar(value, column.type)
+    except (pa.ArrowException, TypeError) as error:
+        raise ConfigError(f"column {column.name!r} is of type {column.type}: {value!r} is none") from error

@@ -110,14 +110,16 @@ class _Shard:
         if groups is not None and not groups:
             return self.schema.empty_table().select(list(columns))
         table = self._read(groups, parts)
-        if rows.expression is not None and not rows.is_about_places:
+        if not rows.is_about_places:
             table = table.filter(rows.expression)
         return table.select(list(columns))
 
     def _groups(self, rows: Filter) -> list[int] | None:
         """The row groups in which anything can match; None is all. They are told apart only where the objects are cut
         at the same rows."""
-        cuts = {tuple(_group_sizes(known)) for known in self.objects.values()} if rows.columns else set()
+        if rows.is_about_places:  # then it is known to match
+            return None
+        cuts = {tuple(_group_sizes(known)) for known in self.objects.values()}
         if len(cuts) != 1:
             return None
         sizes = next(iter(cuts))
