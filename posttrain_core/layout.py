@@ -89,3 +89,8 @@ def forks(run: str) -> str:
 
 def fork_note(run: str, fork: str) -> str:
     return f"{forks(run)}{fork}.json"
+
+
+def registry(model: str) -> str:
+    """The aliases of a model, which may point at policies of any run."""
+    return f"registry/{model}.json"

@@ -14,19 +14,22 @@ BANDS = [  # each imports only from those after it; siblings not from each other
     {"stages", "inspect"},
     {"domains"},
     {"sampling", "sandbox", "verifiers", "learner"},
-    {"store", "manifest", "schema", "layout", "lease"},
+    {"store", "manifest", "schema", "layout", "lease", "registry"},
     {"records", "config", "errors", "chat"},
 ]
 FAMILIES = [
-    {"store", "manifest", "schema", "layout", "lease"},
+    {"store", "manifest", "schema", "layout", "lease", "registry"},
     {"records", "config", "errors", "chat"},
 ]  # may know each other
 HEAVY = {  # package: where it may be imported
-    "torch": {f"learner/{name}" for name in ("checkpoints", "engine", "lora", "losses", "model", "tiny", "training", "worker")}
+    "torch": {
+        f"learner/{name}"
+        for name in ("checkpoints", "engine", "gguf_import", "lora", "losses", "model", "tiny", "training", "worker")
+    }
     | {f"sampling/{name}" for name in ("inprocess", "decoding", "kv_cache", "weights")},
     "deepspeed": {"learner/engine"},
     "peft": {"learner/lora"},
-    "transformers": {"learner/engine", "learner/model", "learner/tiny", "learner/demonstrations"}
+    "transformers": {f"learner/{name}" for name in ("demonstrations", "engine", "gguf_import", "model", "tiny")}
     | {f"sampling/{name}" for name in ("inprocess", "kv_cache", "tokenizer")},
     "docker": {"sandbox/docker"},
     "boto3": {"store/s3"},
