@@ -12,7 +12,7 @@ from flows.cli.bench import bench
 from flows.cli.care import fork, fsck, gc
 from flows.cli.demo import demo
 from flows.cli.doctor import doctor
-from flows.cli.looking import report, rollouts, show, sql, status
+from flows.cli.looking import diff, report, rollouts, show, sql, status
 from flows.cli.run import resume, run
 from flows.cli.template import init
 from posttrain_core.errors import PosttrainError
@@ -23,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (demo, init, run, resume, status, report, show, rollouts, sql, doctor, bench, fsck, gc, fork):
+for command in (demo, init, run, resume, status, report, show, rollouts, sql, diff, doctor, bench, fsck, gc, fork):
     app.command()(command)
 
 
