@@ -10,7 +10,6 @@ finds itself without its parent kills the whole process group.
 import contextlib
 import hashlib
 import hmac
-import multiprocessing
 import os
 import runpy
 import shutil
@@ -91,9 +90,8 @@ def _start_watch(parent: int) -> None:
 
 
 if __name__ == "__mp_main__":
-    starter = multiprocessing.parent_process()
-    if starter is not None and starter.pid is not None:
-        _start_watch(starter.pid)
+    starter = os.getppid()  # in the same group; one that is not has taken over a process whose parent is gone
+    _start_watch(starter if os.getpgid(starter) == os.getpgrp() else 0)
 
 if __name__ == "__main__":
     _start_watch(int(sys.argv.pop(1)))

@@ -69,7 +69,8 @@ def assert_gone(pid: int, kept: set[Path]) -> None:
 def shared_memory(pid: int) -> set[Path]:
     """What the group's processes have in memory that others can see, and that would stay."""
     maps = "".join(Path(f"/proc/{each}/maps").read_text() for each in group(pid))
-    return {Path(line[line.index("/dev/shm/") :]) for line in maps.splitlines() if "/dev/shm/" in line}
+    lines = {line for line in maps.splitlines() if "/dev/shm/" in line and not line.endswith(" (deleted)")}
+    return {Path(line[line.index("/dev/shm/") :]) for line in lines}
 
 
 @pytest.fixture
@@ -192,33 +193,34 @@ def test_a_url_where_nobody_answers_is_unavailable(loop: asyncio.Runner, policie
     loop.run(nobody.close())
 
 
+@pytest.fixture
+def unstarted(vllm_python: Path, loop: asyncio.Runner, tmp_path: Path) -> Iterator[OwnServer]:
+    (own,) = servers(VllmSamplerConfig(), "float32", tmp_path)
+    assert isinstance(own, OwnServer)
+    yield own
+    loop.run(own.close())
+
+
+def kill_and_see_all_gone(server: OwnServer, title: str) -> None:
+    group_id = server.pid
+    assert group_id is not None
+    kept = shared_memory(group_id)
+    os.kill(member(group_id, title), signal.SIGKILL)
+    assert_gone(group_id, kept)
+    assert not server.alive
+
+
 def test_untied_weights_then_killed_parts_leave_nothing_and_the_next_start_works(
-    vllm_python: Path, loop: asyncio.Runner, tiny_llama: Callable[..., Path], tmp_path: Path
+    loop: asyncio.Runner, unstarted: OwnServer, tiny_llama: Callable[..., Path]
 ) -> None:
     """In one test, because each start takes half a minute."""
     untied = [tiny_llama(seed, hidden_size=HIDDEN_SIZE, tied=False) for seed in range(3)]
-    (server,) = servers(VllmSamplerConfig(), "float32", tmp_path)
-    assert isinstance(server, OwnServer)
     for version, folder in enumerate(untied):
-        loop.run(server.bring_to(version, folder, [probe(folder)]))
-        assert_samples_from(loop, server, folder, random_tokens(3, 40))
-
-    pid = server.pid
-    assert pid is not None
-    kept = shared_memory(pid)
-    os.kill(member(pid, "EngineCore"), signal.SIGKILL)
-    assert_gone(pid, kept)
-    assert not server.alive
-
-    loop.run(server.bring_to(3, untied[0], [probe(untied[0])]))
-    assert server.pid not in (None, pid)
-    pid = server.pid
-    assert pid is not None
-    kept = shared_memory(pid)
-    os.kill(pid, signal.SIGKILL)
-    assert_gone(pid, kept)
-    assert not server.alive
-    loop.run(server.close())
+        loop.run(unstarted.bring_to(version, folder, [probe(folder)]))
+        assert_samples_from(loop, unstarted, folder, random_tokens(3, 40))
+    kill_and_see_all_gone(unstarted, "EngineCore")
+    loop.run(unstarted.bring_to(3, untied[0], [probe(untied[0])]))
+    kill_and_see_all_gone(unstarted, "entry.py")
 
 
 def failed_start(loop: asyncio.Runner, scratch: Path, policy: Path, launch: VllmLaunchConfig, index: int = 0) -> str:
