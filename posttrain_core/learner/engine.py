@@ -148,21 +148,31 @@ class Engine:
         }
 
 
-def init_distributed(rendezvous: Path, threads: int) -> Rank:
-    """Join the group of ranks through a file that only this group knows; deterministic algorithms from here on."""
-    number, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def init_distributed(rendezvous: Path | None, threads: int) -> Rank:
+    """Join the group of ranks; deterministic algorithms from here on.
+
+    Ranks meet through a file that only this group knows, or (None) where the launcher says, in the environment.
+    """
+    number, world_size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     # A debugging aid that would fill ZeRO's buckets at every step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", number) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
-        if world_size > torch.cuda.device_count():
-            raise LearnerFault(f"learner.num_ranks is {world_size}, this machine has {torch.cuda.device_count()} GPUs")
+        if local >= torch.cuda.device_count():
+            raise LearnerFault(
+                f"rank {number} is to use GPU {local}, its machine has {torch.cuda.device_count()}: "
+                "learner.num_ranks, or the slots of learner.hostfile, are more than there are GPUs"
+            )
         torch.cuda.set_device(device)
-    store = dist.FileStore(str(rendezvous), world_size)  # type: ignore[attr-defined]
-    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=number, world_size=world_size)
+    backend = "nccl" if on_gpu else "gloo"
+    if rendezvous is None:
+        dist.init_process_group(backend, init_method="env://")
+    else:
+        store = dist.FileStore(str(rendezvous), world_size)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=number, world_size=world_size)
     # Otherwise DeepSpeed compiles this extension with the local C++ compiler, for a minute, where there is one.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
