@@ -35,6 +35,7 @@ class Batch:
     column: Ints  # M: the position that predicts the token
     target: Ints  # M
     sampler_logprobs: Floats  # M
+    reference_logprobs: Floats | None  # M
     advantage: Floats  # M
     temperature: Floats  # M
     weight: Floats  # M
@@ -85,6 +86,7 @@ def collate(samples: SampleArrays, rows: Sequence[Row], weights: Floats) -> Batc
         column=np.concatenate(columns),
         target=samples.tokens[index],
         sampler_logprobs=samples.sampler_logprobs[index],
+        reference_logprobs=samples.reference_logprobs[index] if len(samples.reference_logprobs) else None,
         advantage=np.repeat(samples.advantage[chosen], counts),
         temperature=np.repeat(samples.temperature[chosen], counts),
         weight=np.repeat(weights[chosen], counts),

@@ -10,6 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+
 from posttrain_core.config import AlgorithmConfig, DeepSpeedLearnerConfig, SftConfig
 from posttrain_core.errors import LearnerFault
 from posttrain_core.learner import demonstrations as demonstration_file
@@ -42,14 +44,14 @@ class DeepSpeedLearner:
     ) -> None:
         resolve(algorithm)
         self._config, self._scratch, self._on_progress = config, scratch, on_progress
-        self._dtype = dtype
+        self._dtype, self._asks_for_reference = dtype, algorithm.kl is not None
         self._settings = {
             "learner": config.model_dump(),
             "algorithm": algorithm.model_dump(),
             "dtype": dtype,
             "max_new_tokens": max_new_tokens,
         }
-        self._files = scratch / "policy-files"
+        self._files, self._supervised = scratch / "policy-files", scratch / "supervised"
         self._ranks: RankGroup | None = None
         self._loaded = False
         self._lock = threading.RLock()
@@ -83,6 +85,17 @@ class DeepSpeedLearner:
             sample_file.save(arrays, folder / "samples.npz")
             return self._trained({"call": "update", "samples": str(folder / "samples.npz"), "seed": seed})
 
+    def reference_logprobs(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+        if not self._asks_for_reference:
+            return [()] * len(samples)
+        arrays = sample_file.from_records(samples)
+        with self._lock, self._handover() as folder:
+            sample_file.save(arrays, folder / "samples.npz")
+            files = {"samples": str(folder / "samples.npz"), "results": str(folder / "logprobs.npy")}
+            self._call({"call": "reference_logprobs", **files})
+            values = np.load(folder / "logprobs.npy")
+        return [tuple(values[arrays.span(number)].tolist()) for number in range(len(arrays))]
+
     def sft(self, demonstrations: Sequence[Demonstration], config: SftConfig, seed: int) -> Mapping[str, float]:
         """Afterwards the trained policy is held as if load_weights had taken it: fresh optimizer, new reference."""
         if not demonstrations:
@@ -98,8 +111,8 @@ class DeepSpeedLearner:
                     "seed": seed,
                 }
             )
-            self.export_policy(folder / "policy")
-            self.load_weights(folder / "policy")
+            self.export_policy(self._supervised)  # kept: it is the reference policy from here on
+            self.load_weights(self._supervised)
             return metrics
 
     def score(self, prompt_ids: Sequence[int], response_ids: Sequence[int], temperature: float) -> list[float]:
@@ -123,6 +136,7 @@ class DeepSpeedLearner:
                 self._ranks.stop()
             self._ranks, self._loaded = None, False
             shutil.rmtree(self._files, ignore_errors=True)
+            shutil.rmtree(self._supervised, ignore_errors=True)
 
     def _load(self, policy: Path, command: Mapping[str, Any]) -> Any:
         with _writing(self._scratch):

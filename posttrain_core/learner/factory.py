@@ -13,7 +13,7 @@ def make_learner(config: RunConfig, scratch: Path, on_progress: Callable[[int, i
     if config.learner.type == "numpy":
         from posttrain_core.learner.numpy_learner import NumpyLearner
 
-        return NumpyLearner(config.learner)
+        return NumpyLearner(config.learner, config.algorithm.mismatch)
     from posttrain_core.learner.deepspeed_learner import DeepSpeedLearner
 
     return DeepSpeedLearner(

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from posttrain_core.config import NumpyLearnerConfig, SftConfig
+from posttrain_core.config import MismatchConfig, NumpyLearnerConfig, SftConfig
 from posttrain_core.errors import LearnerFault
+from posttrain_core.learner import mismatch
 from posttrain_core.learner.protocol import Demonstration
 from posttrain_core.records import Sample
 
@@ -30,8 +31,8 @@ def init_policy(folder: Path, num_answers: int) -> None:
 
 
 class NumpyLearner:
-    def __init__(self, config: NumpyLearnerConfig) -> None:
-        self._config = config
+    def __init__(self, config: NumpyLearnerConfig, limits: MismatchConfig) -> None:
+        self._config, self._limits = config, limits
         self._state: dict[str, NDArray[np.float64]] | None = None
 
     def start(self) -> None:
@@ -48,12 +49,16 @@ class NumpyLearner:
         self._state = state
         return ""
 
+    def reference_logprobs(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+        return [()] * len(samples)
+
     def update(self, samples: Sequence[Sample], seed: int) -> Mapping[str, float]:
         """One step of policy gradient: the mean over samples of advantage * (onehot(k) - softmax(logits))."""
         if not samples:
             raise LearnerFault("update got no samples: the iteration has nothing to learn from")
         state = self._held()
         answers = np.array([_answer(sample, len(state["logits"])) for sample in samples])
+        measured = self._mismatch(samples)
         weights = np.array([sample.advantage for sample in samples])
         probabilities = np.exp(_log_softmax(state["logits"]))
         gradient = (np.eye(len(probabilities))[answers] - probabilities).T @ weights / len(samples)
@@ -67,6 +72,7 @@ class NumpyLearner:
             "learning_rate": self._config.learning_rate,
             "tokens": float(sum(sum(sample.loss_mask) for sample in samples)),
             "num_steps": float(state["step"][0] + 1),
+            **measured,
         }
 
     def sft(self, demonstrations: Sequence[Demonstration], config: SftConfig, seed: int) -> Mapping[str, float]:
@@ -86,6 +92,16 @@ class NumpyLearner:
 
     def close(self) -> None:
         self._state = None
+
+    def _mismatch(self, samples: Sequence[Sample]) -> dict[str, float]:
+        sampler, learner = [], []
+        for sample in samples:
+            learned = [at for at, bit in enumerate(sample.loss_mask) if bit]
+            sampler += [sample.sampler_logprobs[at] for at in learned]
+            learner += self.score((), [sample.input_ids[at] for at in learned], sample.temperature)
+        measured = mismatch.measure(np.array(sampler), np.array(learner))
+        mismatch.check(measured, self._limits)
+        return measured
 
     def _held(self) -> dict[str, NDArray[np.float64]]:
         if self._state is None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from posttrain_core.config import AdvantageConfig, AlgorithmConfig, ImportanceConfig, KlConfig
+from posttrain_core.config import AdvantageConfig, AlgorithmConfig, ImportanceConfig, KlConfig, MismatchConfig
 from posttrain_core.errors import ConfigError
 
 PolicyLoss = Literal["clip", "sequence_clip", "detached_clip", "plain"]
@@ -47,6 +47,7 @@ class Algorithm:
     normalizer: Normalizer
     normalizer_constant: int | None
     importance: ImportanceConfig
+    mismatch: MismatchConfig
     kl: KlConfig | None
     entropy_coefficient: float
     overlong_buffer: int
@@ -66,6 +67,7 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
         normalizer=preset.normalizer,
         normalizer_constant=config.normalizer,
         importance=config.importance,
+        mismatch=config.mismatch,
         kl=config.kl,
         entropy_coefficient=config.entropy_coefficient,
         overlong_buffer=config.overlong_buffer,

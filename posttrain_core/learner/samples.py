@@ -21,6 +21,7 @@ class SampleArrays:
     tokens: Ints
     loss_mask: Ints
     sampler_logprobs: Floats
+    reference_logprobs: Floats  # empty when no divergence from a reference policy is asked for
     starts: Ints
     group: Ints  # N: the number of the sample's group
     advantage: Floats  # N
@@ -49,6 +50,8 @@ def from_records(samples: Sequence[Sample]) -> SampleArrays:
     for sample in samples:
         if not len(sample.input_ids) == len(sample.loss_mask) == len(sample.sampler_logprobs):
             raise LearnerFault(f"sample {sample.rollout_id}: input_ids, loss_mask, sampler_logprobs differ in length")
+        if len(sample.reference_logprobs) != (len(sample.input_ids) if samples[0].reference_logprobs else 0):
+            raise LearnerFault(f"sample {sample.rollout_id}: reference_logprobs are neither there for all nor for none")
         if 1 not in sample.loss_mask or sample.loss_mask[0]:
             raise LearnerFault(f"sample {sample.rollout_id}: it needs a prompt and at least one token to learn from")
     groups = {group: number for number, group in enumerate(dict.fromkeys(sample.group_id for sample in samples))}
@@ -56,6 +59,7 @@ def from_records(samples: Sequence[Sample]) -> SampleArrays:
         tokens=np.array([token for sample in samples for token in sample.input_ids], dtype=np.int64),
         loss_mask=np.array([bit for sample in samples for bit in sample.loss_mask], dtype=np.int64),
         sampler_logprobs=np.array([value for sample in samples for value in sample.sampler_logprobs], dtype=np.float64),
+        reference_logprobs=np.array([value for sample in samples for value in sample.reference_logprobs], dtype=float),
         starts=np.cumsum([0, *(len(sample.input_ids) for sample in samples)], dtype=np.int64),
         group=np.array([groups[sample.group_id] for sample in samples], dtype=np.int64),
         advantage=np.array([sample.advantage for sample in samples], dtype=np.float64),
@@ -71,6 +75,7 @@ def from_demonstrations(prompts: Sequence[Sequence[int]], responses: Sequence[Se
         tokens=np.array([token for pair in pairs for part in pair for token in part], dtype=np.int64),
         loss_mask=np.array([bit for bit, part in _masked(pairs) for _ in part], dtype=np.int64),
         sampler_logprobs=np.zeros(sum(lengths)),
+        reference_logprobs=np.zeros(0),
         starts=np.cumsum([0, *lengths], dtype=np.int64),
         group=np.arange(len(pairs)),
         advantage=np.ones(len(pairs)),

@@ -1,7 +1,7 @@
 """The two kinds of training, as loops over planned steps: `reinforce` from rewards, `imitate` from demonstrations."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -11,13 +11,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from posttrain_core.config import AdvantageConfig, DeepSpeedLearnerConfig, ImportanceConfig, SftConfig
-from posttrain_core.learner import losses
+from posttrain_core.config import AdvantageConfig, DeepSpeedLearnerConfig, ImportanceConfig, MismatchConfig, SftConfig
+from posttrain_core.errors import LearnerFault
+from posttrain_core.learner import losses, mismatch
 from posttrain_core.learner.batching import Block, Row, Step, padding_share, plan_steps, token_weights
 from posttrain_core.learner.collate import Batch, collate
 from posttrain_core.learner.model import Rank
 from posttrain_core.learner.presets import Algorithm
-from posttrain_core.learner.samples import SampleArrays, from_demonstrations
+from posttrain_core.learner.samples import Floats, SampleArrays, from_demonstrations
 
 Forward = Callable[[Batch], Tensor]
 Progress = Callable[[int, int], None]  # steps done, steps in all
@@ -45,6 +46,7 @@ SUPERVISED = Algorithm(
     normalizer="token_mean",
     normalizer_constant=None,
     importance=ImportanceConfig(type="none"),
+    mismatch=MismatchConfig(),
     kl=None,
     entropy_coefficient=0.0,
     overlong_buffer=0,
@@ -53,7 +55,6 @@ SUPERVISED = Algorithm(
 
 def reinforce(
     engine: Engine,
-    reference: Forward | None,
     samples: SampleArrays,
     algorithm: Algorithm,
     config: DeepSpeedLearnerConfig,
@@ -61,7 +62,9 @@ def reinforce(
     seed: int,
     progress: Progress,
 ) -> Mapping[str, float]:
-    """One iteration's update; returns its metrics."""
+    """One iteration's update; returns its metrics. Raises PolicyMismatch, on all ranks, before the first step."""
+    if algorithm.kl is not None and not len(samples.reference_logprobs):
+        raise LearnerFault("algorithm.kl is set, and the samples have no reference log-probabilities")
     steps = plan_steps(
         samples,
         config.steps_per_iteration,
@@ -74,25 +77,35 @@ def reinforce(
     constant = algorithm.normalizer_constant or max_new_tokens
     # With a single step the proximal policy is the one that the step itself starts from: no pass of its own.
     prox = _recomputed(engine, engine.forward, samples, config) if len(steps) > 1 else None
-    reference_logprobs = _recomputed(engine, reference, samples, config) if reference else None
+    measured = _checked(samples, prox, algorithm) if prox is not None else {}
     totals = Totals(engine.rank)
     grad_norms = []
     for number, step in enumerate(steps, start=1):
+        seen = torch.zeros(len(samples.tokens), device=engine.rank.device)
         for batch in _collated(engine.rank, samples, step, algorithm, constant):
-            _accumulate(engine, batch, prox, reference_logprobs, algorithm, totals)
+            _accumulate(engine, batch, prox, algorithm, totals, seen)
+        if prox is None:
+            measured = _checked(samples, _over_ranks(seen, engine.rank), algorithm)
         learning_rate = config.learning_rate * min(1.0, (engine.num_steps + 1) / max(1, config.warmup_steps))
         grad_norms.append(engine.step(learning_rate, config.weight_decay))
         progress(number, len(steps))
-    measured = totals.metrics(len(steps))
-    if reference is None:
-        del measured["kl"]
+    means = totals.metrics(len(steps))
+    if algorithm.kl is None:
+        del means["kl"]
     return {
+        **means,
         **measured,
         "grad_norm": float(np.mean(grad_norms)),
         "learning_rate": learning_rate,
         "num_steps": float(engine.num_steps),
         "padding_share": padding_share(steps),
     }
+
+
+def logprobs(engine: Engine, forward: Forward, samples: SampleArrays, config: DeepSpeedLearnerConfig) -> Floats:
+    """Log-probabilities of the samples' tokens by some forward pass, 0.0 where nothing is learned, on all ranks."""
+    values: Floats = _recomputed(engine, forward, samples, config).double().cpu().numpy()
+    return values
 
 
 def imitate(
@@ -117,7 +130,7 @@ def imitate(
     for number, step in enumerate(steps):
         totals = Totals(engine.rank)
         for batch in _collated(engine.rank, samples, step, SUPERVISED, 1):
-            _accumulate(engine, batch, None, None, SUPERVISED, totals)
+            _accumulate(engine, batch, None, SUPERVISED, totals, None)
         learning_rate = _warmup_cosine(number, len(steps), sft)
         engine.step(learning_rate, sft.weight_decay)
         losses_by_step.append(totals.metrics(1)["loss"])
@@ -147,27 +160,19 @@ def score(engine: Engine, prompt_ids: Sequence[int], response_ids: Sequence[int]
 class Totals:
     """Sums over the learned tokens of an iteration, kept as tensors so that no micro-batch waits for a number."""
 
-    NAMES = ("loss", "tokens", "kl", "entropy", "clipped", "difference", "ratio", "ratio_squared")
+    NAMES = ("loss", "tokens", "kl", "entropy", "clipped")
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._sums = torch.zeros(len(self.NAMES), dtype=torch.float64, device=rank.device)
-        self._largest_difference = torch.zeros(1, dtype=torch.float64, device=rank.device)
 
-    def add(self, loss: Tensor, kl: Tensor, entropy: Tensor, clipped: Tensor, log_ratio: Tensor) -> None:
-        log_ratio = log_ratio.double()  # in float32 the square of a ratio overflows at e^44
-        ratio = log_ratio.exp()
-        sums = (kl, entropy, clipped, log_ratio.abs(), ratio, ratio.square())
-        count = torch.tensor(float(len(ratio)), dtype=torch.float64, device=self._rank.device)
-        self._sums += torch.stack([loss.double(), count, *(column.double().sum() for column in sums)])
-        self._largest_difference = torch.maximum(self._largest_difference, log_ratio.abs().max())
+    def add(self, loss: Tensor, kl: Tensor, entropy: Tensor, clipped: Tensor) -> None:
+        count = torch.tensor(float(len(kl)), dtype=torch.float64, device=self._rank.device)
+        self._sums += torch.stack([loss.double(), count, *(column.double().sum() for column in (kl, entropy, clipped))])
 
     def metrics(self, num_steps: int) -> dict[str, float]:
-        """Means over all tokens of all ranks; `ess_share` is the effective sample size of the importance weights."""
-        if self._rank.world_size > 1:
-            dist.all_reduce(self._sums)
-            dist.all_reduce(self._largest_difference, op=dist.ReduceOp.MAX)
-        sums = dict(zip(self.NAMES, self._sums.tolist(), strict=True))
+        """Means over all tokens of all ranks."""
+        sums = dict(zip(self.NAMES, _over_ranks(self._sums, self._rank).tolist(), strict=True))
         tokens = sums["tokens"]
         return {
             "loss": sums["loss"] / num_steps,
@@ -175,24 +180,39 @@ class Totals:
             "kl": sums["kl"] / tokens,
             "entropy": sums["entropy"] / tokens,
             "clip_fraction": sums["clipped"] / tokens,
-            "logprob_difference_mean": sums["difference"] / tokens,
-            "logprob_difference_max": float(self._largest_difference),
-            "ess_share": sums["ratio"] ** 2 / (tokens * sums["ratio_squared"]),
         }
 
 
-def _collated(rank: Rank, samples: SampleArrays, step: Step, algorithm: Algorithm, constant: int) -> list[Batch | None]:
+def _checked(samples: SampleArrays, learner_logprobs: Tensor, algorithm: Algorithm) -> dict[str, float]:
+    """What sampler and learner differ by. Raises PolicyMismatch; all ranks have the same numbers."""
+    learned = samples.loss_mask == 1
+    measured = mismatch.measure(samples.sampler_logprobs[learned], learner_logprobs.double().cpu().numpy()[learned])
+    mismatch.check(measured, algorithm.mismatch)
+    return measured
+
+
+def _over_ranks(values: Tensor, rank: Rank) -> Tensor:
+    """The sum over all ranks, in place."""
+    if rank.world_size > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def _collated(
+    rank: Rank, samples: SampleArrays, step: Step, algorithm: Algorithm, constant: int
+) -> Iterator[Batch | None]:
     """This rank's micro-batches of a step; None where it has nothing left but the others have."""
     chosen = list(step.samples)
     weights = np.zeros(len(samples))
     lengths = [samples.num_learned_tokens(sample) for sample in chosen]
     weights[chosen] = token_weights(algorithm.normalizer, lengths, constant)
-    return [collate(samples, rows, weights) if rows else None for rows in step.ranks[rank.number]]
+    for rows in step.ranks[rank.number]:
+        yield collate(samples, rows, weights) if rows else None
 
 
 @torch.no_grad()
 def _recomputed(engine: Engine, forward: Forward, samples: SampleArrays, config: DeepSpeedLearnerConfig) -> Tensor:
-    """Log-probabilities of all learned tokens before the first step, by their place among the samples' tokens."""
+    """Log-probabilities of all learned tokens under the held weights, by their place among the samples' tokens."""
     (step,) = plan_steps(
         samples, 1, 1, engine.rank.world_size, config.tokens_per_micro_batch, engine.longest_shared_row, seed=0
     )
@@ -201,22 +221,22 @@ def _recomputed(engine: Engine, forward: Forward, samples: SampleArrays, config:
         # A rank without a batch still takes part in the pass (ZeRO 3 gathers weights in it).
         distribution = forward(batch or IDLE)
         if batch is not None:
-            logprobs = losses.token_logprobs(distribution, _tensor(batch.target, distribution))
-            values[_tensor(batch.index, values)] = logprobs
-    if engine.rank.world_size > 1:
-        dist.all_reduce(values)
-    return values
+            values[_tensor(batch.index, values)] = losses.token_logprobs(
+                distribution, _tensor(batch.target, distribution)
+            )
+    return _over_ranks(values, engine.rank)
 
 
 def _accumulate(
     engine: Engine,
     batch: Batch | None,
     prox_logprobs: Tensor | None,
-    reference_logprobs: Tensor | None,
     algorithm: Algorithm,
     totals: Totals,
+    seen: Tensor | None,
 ) -> None:
-    """Forward and backward of one micro-batch; its loss is weighted for the whole step."""
+    """Forward and backward of one micro-batch; its loss is weighted for the whole step. `seen` takes the learner's
+    log-probabilities, by their place among the samples' tokens."""
     if batch is None:
         engine.backward(engine.forward(IDLE).sum() * 0.0)
         return
@@ -226,6 +246,8 @@ def _accumulate(
         _tensor(column, learner).to(learner.dtype) for column in (batch.sampler_logprobs, batch.advantage, batch.weight)
     )
     index = _tensor(batch.index, learner)
+    if seen is not None:
+        seen[index] = learner.detach()
     prox = learner.detach() if prox_logprobs is None else prox_logprobs[index]
     value, clipped = losses.policy_loss(
         algorithm, learner, prox, advantage, _tensor(batch.sequence, learner), batch.num_sequences
@@ -236,12 +258,13 @@ def _accumulate(
     if algorithm.entropy_coefficient > 0:
         value = value - algorithm.entropy_coefficient * entropy
     divergence = torch.zeros_like(prox)
-    if algorithm.kl is not None and reference_logprobs is not None:
-        divergence = losses.kl(learner, reference_logprobs[index], algorithm.kl)
+    if algorithm.kl is not None:
+        assert batch.reference_logprobs is not None
+        divergence = losses.kl(learner, _tensor(batch.reference_logprobs, learner).to(learner.dtype), algorithm.kl)
         value = value + algorithm.kl.coefficient * divergence
     loss = (value * weight).sum()
     engine.backward(loss)
-    totals.add(loss.detach(), divergence.detach(), entropy.detach(), clipped, prox - sampler)
+    totals.add(loss.detach(), divergence.detach(), entropy.detach(), clipped)
 
 
 def _tensor(array: NDArray[Any], like: Tensor) -> Tensor:
@@ -260,7 +283,7 @@ def _idle() -> Batch:
     """Two tokens of weight 0: what a rank computes while only others have work."""
     zeros, ones = np.zeros(1, dtype=np.int64), np.ones(1)
     pair = np.zeros((1, 2), dtype=np.int64)
-    return Batch(pair, pair, None, zeros, zeros, zeros, zeros, ones * 0, ones * 0, ones, ones * 0, zeros, 1)
+    return Batch(pair, pair, None, zeros, zeros, zeros, zeros, ones * 0, None, ones * 0, ones, ones * 0, zeros, 1)
 
 
 IDLE = _idle()

@@ -5,6 +5,7 @@ below it, then the stored samples of the updates in between.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from posttrain_core import layout
@@ -33,6 +34,14 @@ class LearnerSession:
         for iteration in range(start, version):
             self._replay(iteration)
         self._version = version
+
+    def with_reference(self, iteration: int, samples: list[Sample]) -> list[Sample]:
+        """The samples with their log-probabilities under the reference policy, where `algorithm.kl` asks for them."""
+        if self.run.config.algorithm.kl is None:
+            return samples
+        self.bring_to(iteration)
+        rows = self.learner.reference_logprobs(samples)
+        return [replace(sample, reference_logprobs=row) for sample, row in zip(samples, rows, strict=True)]
 
     def step(self, iteration: int, samples: list[Sample]) -> dict[str, float]:
         """Update from version `iteration` to the next one; a fault leaves the session to be brought up again."""

@@ -11,7 +11,15 @@ from posttrain_core.errors import LearnerFault, RunConflict, StageIncomplete
 from posttrain_core.layout import Scope
 from posttrain_core.learner.advantages import advantages, overlong_penalty
 from posttrain_core.learner.presets import resolve
-from posttrain_core.manifest import Manifest, ObjectRef, commit_folder, commit_table, read_table
+from posttrain_core.manifest import (
+    Fingerprint,
+    Manifest,
+    ObjectRef,
+    commit_folder,
+    commit_table,
+    find_table,
+    read_table,
+)
 from posttrain_core.records import Outcome, PlanRow, Purpose, Rollout, Sample, Verdict
 from posttrain_core.stages.context import Run, new_attempt
 from posttrain_core.stages.session import LearnerSession
@@ -28,22 +36,34 @@ def update(run: Run, scope: Scope, session: LearnerSession) -> Manifest:
     found = run.find(scope, "update", expected)
     if found is not None:
         return found
-    plan = _rows(run, scope, "plan", PlanRow)
-    rollouts, verdicts = _rows(run, scope, "generate", Rollout), _rows(run, scope, "verify", Verdict)
     with run.timed(scope, "update") as telemetry:
-        samples = list(make_samples(run, plan, rollouts, verdicts))
-        _enough(run, scope, verdicts, len(samples))
-        telemetry["samples"] = len(samples)
         try:
+            table, samples = _committed_samples(run, scope, session, expected)
+            telemetry["samples"] = len(samples)
             metrics = session.step(scope.iteration, samples)
             prefix, checkpoint = _checkpoint(run, scope, session)
         except LearnerFault as error:
             session.forget()
             run.progress.note(f"{scope}: the learner failed and is brought up again from the store: {error}"[:300])
             raise
-    table = commit_table(run.store, layout.table(run.name, "samples", scope, 0), "samples", samples, expected)
     notes = {"checkpoint": prefix} if checkpoint else {}
     return run.commit(scope, "update", expected, (table, *checkpoint), metrics, notes)
+
+
+def _committed_samples(
+    run: Run, scope: Scope, session: LearnerSession, expected: Fingerprint
+) -> tuple[ObjectRef, list[Sample]]:
+    """Committed before the step, so that an update done again learns from the very same ones."""
+    key = layout.table(run.name, "samples", scope, 0)
+    found = find_table(run.store, key, expected)
+    if found is not None:
+        return found, read_table(run.store, found, Sample)
+    plan = _rows(run, scope, "plan", PlanRow)
+    rollouts, verdicts = _rows(run, scope, "generate", Rollout), _rows(run, scope, "verify", Verdict)
+    samples = list(make_samples(run, plan, rollouts, verdicts))
+    _enough(run, scope, verdicts, len(samples))
+    samples = session.with_reference(scope.iteration, samples)
+    return commit_table(run.store, key, "samples", samples, expected), samples
 
 
 def make_samples(

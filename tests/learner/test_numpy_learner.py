@@ -1,13 +1,14 @@
 """The numpy learner: one step by hand, resume, faults."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from posttrain_core.config import NumpyLearnerConfig, SftConfig
-from posttrain_core.errors import LearnerFault
+from posttrain_core.config import MismatchConfig, NumpyLearnerConfig, SftConfig
+from posttrain_core.errors import LearnerFault, PolicyMismatch
 from posttrain_core.learner.numpy_learner import NumpyLearner, init_policy
 from posttrain_core.records import Sample
 
@@ -33,10 +34,14 @@ def logits(learner: NumpyLearner, folder: Path) -> list[float]:
     return values
 
 
+def make_learner() -> NumpyLearner:
+    return NumpyLearner(NumpyLearnerConfig(learning_rate=0.5), MismatchConfig())
+
+
 @pytest.fixture
 def learner(tmp_path: Path) -> NumpyLearner:
     init_policy(tmp_path / "v0", num_answers=2)
-    learner = NumpyLearner(NumpyLearnerConfig(learning_rate=0.5))
+    learner = make_learner()
     learner.load_weights(tmp_path / "v0")
     return learner
 
@@ -59,7 +64,7 @@ def test_a_checkpoint_resumes_bit_for_bit(learner: NumpyLearner, tmp_path: Path)
     learner.update([sample(0, 1.0)], seed=0)
     learner.save_checkpoint(tmp_path / "checkpoint")
     learner.update([sample(1, 0.3)], seed=1)
-    other = NumpyLearner(NumpyLearnerConfig(learning_rate=0.5))
+    other = make_learner()
     other.load_checkpoint(tmp_path / "checkpoint", reference=tmp_path / "v0")
     other.update([sample(1, 0.3)], seed=1)
     assert logits(other, tmp_path / "a") == logits(learner, tmp_path / "b")
@@ -69,10 +74,17 @@ def test_weights_alone_lose_the_momentum(learner: NumpyLearner, tmp_path: Path) 
     learner.update([sample(0, 1.0)], seed=0)
     learner.export_policy(tmp_path / "v1")
     learner.update([sample(0, 1.0)], seed=1)
-    other = NumpyLearner(NumpyLearnerConfig(learning_rate=0.5))
+    other = make_learner()
     other.load_weights(tmp_path / "v1")
     other.update([sample(0, 1.0)], seed=1)
     assert logits(other, tmp_path / "a") != logits(learner, tmp_path / "b")
+
+
+def test_samples_of_another_policy_are_refused_and_change_nothing(learner: NumpyLearner, tmp_path: Path) -> None:
+    before = logits(learner, tmp_path / "before")
+    with pytest.raises(PolicyMismatch, match=r"algorithm\.mismatch\.max_mean_difference is 0\.3"):
+        learner.update([replace(sample(0, 1.0), sampler_logprobs=(0.0, -3.0, 0.0))], seed=0)
+    assert logits(learner, tmp_path / "after") == before
 
 
 def test_faults_say_what_to_do(learner: NumpyLearner, tmp_path: Path) -> None:

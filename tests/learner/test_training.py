@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from posttrain_core.config import AlgorithmConfig, DeepSpeedLearnerConfig, SftConfig
+from posttrain_core.errors import LearnerFault, PolicyMismatch
 from posttrain_core.learner.batching import plan_steps
 from posttrain_core.learner.presets import resolve
 from posttrain_core.learner.samples import SampleArrays, from_demonstrations, from_records
@@ -50,10 +51,19 @@ class PlainEngine:
 def run(engine: PlainEngine, arrays: SampleArrays, algorithm: dict[str, Any], **learner: Any) -> dict[str, float]:
     config = DeepSpeedLearnerConfig.model_validate({"learning_rate": 0.1, **learner})
     resolved = resolve(AlgorithmConfig.model_validate(algorithm))
-    reference = None
-    if resolved.kl is not None:
-        reference = engine.reference if hasattr(engine, "reference") else engine.forward
-    return dict(training.reinforce(engine, reference, arrays, resolved, config, 8, 1, lambda done, total: None))
+    return dict(training.reinforce(engine, arrays, resolved, config, 8, 1, lambda done, total: None))
+
+
+def logprobs(engine: PlainEngine, arrays: SampleArrays) -> Any:
+    return training.logprobs(engine, engine.forward, arrays, DeepSpeedLearnerConfig())
+
+
+def agreeing(engine: PlainEngine, arrays: SampleArrays) -> SampleArrays:
+    """The samples as if the engine's policy had sampled them."""
+    return replace(arrays, sampler_logprobs=logprobs(engine, arrays))
+
+
+NO_LIMITS = {"mismatch": {"max_mean_difference": None, "max_kl": None, "min_ess_share": None}}
 
 
 @pytest.fixture
@@ -125,52 +135,80 @@ def test_the_second_pass_over_the_samples_is_clipped(policy: Path, arrays: Sampl
 
 
 def test_kl_is_zero_at_the_reference_and_pulls_back_from_elsewhere(policy: Path, arrays: SampleArrays) -> None:
-    settings = {"kl": {"estimator": "k3", "coefficient": 1.0}}
-    silent = replace(arrays, advantage=arrays.advantage * 0)
+    settings = {"kl": {"estimator": "k3", "coefficient": 1.0}} | NO_LIMITS
     engine = PlainEngine(policy)
+    silent = replace(arrays, advantage=arrays.advantage * 0, reference_logprobs=logprobs(engine, arrays))
     assert run(engine, silent, settings)["kl"] == 0.0
-    reference = PlainEngine(policy)
-    engine.reference = reference.forward
-    run(engine, arrays, {}, learning_rate=1.0)
+    run(engine, arrays, NO_LIMITS, learning_rate=1.0)
+    passes = engine.num_passes
     away = run(engine, silent, settings)["kl"]
+    assert engine.num_passes == passes + 1, "the reference's values are given, not computed"
     assert away > 0
     assert run(engine, silent, settings)["kl"] < away
 
 
-def test_sampler_difference_and_effective_sample_size(policy: Path, arrays: SampleArrays) -> None:
+def test_a_divergence_needs_the_references_values(policy: Path, arrays: SampleArrays) -> None:
+    with pytest.raises(LearnerFault, match="no reference log-probabilities"):
+        run(PlainEngine(policy), arrays, {"kl": {}})
+
+
+def test_logprobs_have_the_shape_of_the_samplers(policy: Path, arrays: SampleArrays) -> None:
     engine = PlainEngine(policy)
-    exact = [
-        value
-        for sample in range(len(arrays))
-        for prompt in [arrays.num_prompt_tokens(sample)]
-        for tokens in [arrays.tokens[arrays.span(sample)].tolist()]
-        for value in [0.0] * prompt + training.score(engine, tokens[:prompt], tokens[prompt:], 1.0)
-    ]
-    agreeing = replace(arrays, sampler_logprobs=arrays.loss_mask * 0.0 + exact)
-    metrics = run(PlainEngine(policy), agreeing, {})
+    values = logprobs(engine, arrays)
+    assert values.shape == arrays.sampler_logprobs.shape
+    assert not values[arrays.loss_mask == 0].any()
+    tokens, prompt = arrays.tokens[arrays.span(3)].tolist(), arrays.num_prompt_tokens(3)
+    expected = training.score(engine, tokens[:prompt], tokens[prompt:], 1.0)
+    assert values[arrays.span(3)][prompt:].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_sampler_difference_and_effective_sample_size(policy: Path, arrays: SampleArrays) -> None:
+    arrays = agreeing(PlainEngine(policy), arrays)
+    metrics = run(PlainEngine(policy), arrays, {})
     assert metrics["logprob_difference_max"] < 1e-5
+    assert metrics["sampler_kl"] == pytest.approx(0.0, abs=1e-9)
     assert metrics["ess_share"] == pytest.approx(1.0)
     assert metrics["entropy"] == pytest.approx(math.log(21), abs=0.1)
     # One token that the sampler thought e times likelier: a difference of 1.
     first = int(arrays.loss_mask.argmax())
-    agreeing.sampler_logprobs[first] += 1.0
-    metrics = run(PlainEngine(policy), agreeing, {})
-    assert metrics["logprob_difference_max"] == pytest.approx(1.0, abs=1e-5)
-    assert metrics["logprob_difference_mean"] == pytest.approx(1.0 / metrics["tokens"], abs=1e-5)
-    weights = [1.0] * (int(metrics["tokens"]) - 1) + [math.exp(-1)]
-    expected = sum(weights) ** 2 / (len(weights) * sum(weight**2 for weight in weights))
-    assert metrics["ess_share"] == pytest.approx(expected)
+    arrays.sampler_logprobs[first] += 1.0
+    once, twice = run(PlainEngine(policy), arrays, {}), run(PlainEngine(policy), arrays, {}, epochs=2)
+    for metrics in (once, twice):
+        assert metrics["logprob_difference_max"] == pytest.approx(1.0, abs=1e-5)
+        assert metrics["logprob_difference_mean"] == pytest.approx(1.0 / once["tokens"], abs=1e-5)
+        assert metrics["sampler_kl"] == pytest.approx(math.exp(-1) / once["tokens"], abs=1e-5)
+        weights = [1.0] * (int(once["tokens"]) - 1) + [math.exp(-1)]
+        expected = sum(weights) ** 2 / (len(weights) * sum(weight**2 for weight in weights))
+        assert metrics["ess_share"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize(
+    ("shift", "setting"),
+    [(-1.0, "max_mean_difference"), (2.0, "max_mean_difference"), (math.nan, "max_mean_difference")],
+)
+def test_a_mismatch_stops_before_the_first_step(
+    shift: float, setting: str, epochs: int, policy: Path, arrays: SampleArrays
+) -> None:
+    engine = PlainEngine(policy)
+    arrays = agreeing(engine, arrays)
+    before = torch.cat([parameter.detach().flatten() for parameter in engine.model.parameters()])
+    arrays.sampler_logprobs[arrays.loss_mask == 1] += shift
+    with pytest.raises(PolicyMismatch, match=rf"is {abs(shift):g}, algorithm\.mismatch\.{setting} is 0\.3"):
+        run(engine, arrays, {}, epochs=epochs)
+    assert engine.num_steps == 0
+    assert torch.equal(before, torch.cat([parameter.detach().flatten() for parameter in engine.model.parameters()]))
 
 
 def test_a_token_that_the_sampler_held_impossible_gives_finite_metrics(policy: Path, arrays: SampleArrays) -> None:
-    metrics = run(PlainEngine(policy), replace(arrays, sampler_logprobs=arrays.sampler_logprobs * 30), {})
+    metrics = run(PlainEngine(policy), replace(arrays, sampler_logprobs=arrays.sampler_logprobs * 3000), NO_LIMITS)
     assert all(math.isfinite(value) for value in metrics.values())
     assert "kl" not in metrics
 
 
 def test_truncation_bounds_what_an_unlikely_token_weighs(policy: Path, arrays: SampleArrays) -> None:
     surprising = replace(arrays, sampler_logprobs=arrays.sampler_logprobs * 10)
-    settings = {"preset": "rloo", "importance": {"type": "none"}}
+    settings = {"preset": "rloo", "importance": {"type": "none"}} | NO_LIMITS
     plain, capped, dropped = PlainEngine(policy), PlainEngine(policy), PlainEngine(policy)
     run(plain, surprising, settings)
     run(capped, surprising, settings | {"importance": {"type": "truncated", "limit": 3.0}})
