@@ -39,7 +39,7 @@ def fsck(
     names = [run] if run else sorted(shelves(opened)) if everything else [open_run(store).name]
     results = []
     for name in names:
-        with _bar(f"checking {name}") as progress:
+        with bar(f"checking {name}") as progress:
             results.append(check_run(opened, name, progress))
         if not as_json:
             _print_checked(results[-1])
@@ -74,7 +74,7 @@ def gc(
 
     opened, grace, left = open_store(store), grace_hours * 3600, {}
     if delete:
-        with _bar("deleting") as progress:
+        with bar("deleting") as progress:
             done = remove_garbage(opened, grace, progress)
         found, left = done.garbage, done.left
     else:
@@ -128,6 +128,6 @@ def fork(
 
 
 @contextmanager
-def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
+def bar(label: str) -> Iterator[Callable[[int, int], None]]:
     with TerminalProgress(Console(stderr=True)) as progress:
         yield lambda done, total: progress.advance(label, done, total)

@@ -8,7 +8,7 @@ import warnings
 
 import typer
 
-from flows.cli import model
+from flows.cli import export, model
 from flows.cli.bench import bench
 from flows.cli.care import fork, fsck, gc
 from flows.cli.demo import demo
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 for command in (demo, init, run, resume, status, report, show, rollouts, sql, diff, doctor, bench, fsck, gc, fork):
     app.command()(command)
+app.add_typer(export.app, name="export")
 app.add_typer(model.app, name="model")
 
 
