@@ -59,12 +59,13 @@ def kill_group(group: int) -> None:
     The tracker ends by itself once the others are gone, and removes the shared memory that they leave behind. (It
     ignores SIGTERM.)
     """
-    for pid in _members(group) - {os.getpid()}:
+    for pid in members(group) - {os.getpid()}:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _members(group: int) -> set[int]:
+def members(group: int) -> set[int]:
+    """Living processes of the group, without the resource tracker."""
     found = set()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():

@@ -1,6 +1,5 @@
 """A vLLM server process of ours: how it is started, in an environment of its own, and how it ends with this process."""
 
-import contextlib
 import os
 import secrets
 import shutil
@@ -8,16 +7,18 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain_core.config import VllmLaunchConfig
 from posttrain_core.errors import SamplerUnavailable
-from posttrain_core.sampling.vllm.entry import TEMPORARY_FOLDER, kill_group
+from posttrain_core.sampling.vllm.entry import TEMPORARY_FOLDER, kill_group, members
 
 CHECKOUT = Path(__file__).parents[3]
 LOG_TAIL_CHARACTERS = 3000
 STOP_SECONDS = 10.0
+POLL_SECONDS = 0.05
 INTERPRETER_SECONDS = 60.0
 _INSIDE = ("entry.py", "worker_extension.py")  # run in vLLM's environment, from a folder of their own
 
@@ -31,20 +32,22 @@ class ServerProcess:
     api_key: str
     log: Path
     log_start: int  # bytes of the log that earlier processes wrote
-    temporary_folder: Path  # sockets and the like; a short path, because a socket's has at most 107 bytes
+    temporary_folder: Path  # its code and sockets; a short path, because a socket's has at most 107 bytes
     on_cpu: bool
 
     @property
     def alive(self) -> bool:
-        return self.popen.poll() is None
+        return self._status() is None
 
     def log_size(self) -> int:
         return self.log.stat().st_size
 
     def how_it_ended(self) -> str:
-        """For messages. It says little: vLLM ends with status 0 after a crash of its engine too."""
-        status = self.popen.wait()
-        return f"was killed by signal {-status}" if status < 0 else f"exited with {status}"
+        """For messages, once it has. It says little: vLLM ends with status 0 after a crash of its engine too."""
+        status = self._status()
+        if status is not None and status.si_code == os.CLD_EXITED:
+            return f"exited with {status.si_status}"
+        return f"was killed by signal {status.si_status}" if status is not None else "runs"
 
     def log_tail(self) -> str:
         with self.log.open("rb") as file:
@@ -52,18 +55,31 @@ class ServerProcess:
             tail = file.read().decode(errors="replace").strip()
         return f"the end of its log {self.log}:\n{tail}" if tail else f"its log {self.log} is empty"
 
-    def stop(self) -> None:
-        """Ask it to end, then kill what is left of the group. Idempotent."""
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            self.popen.send_signal(signal.SIGTERM)
-            self.popen.wait(STOP_SECONDS)
-        self.kill()
-
     def kill(self) -> None:
-        """All processes of the group, also those whose leader is gone. Idempotent."""
-        kill_group(self.popen.pid)
+        """SIGKILL for all processes of the group, also those whose leader is gone; `wait_until_gone` comes after it."""
+        if self.popen.returncode is None:
+            kill_group(self.popen.pid)
+
+    def wait_until_gone(self) -> None:
+        while self.popen.returncode is None and members(self.popen.pid):
+            kill_group(self.popen.pid)
+            time.sleep(POLL_SECONDS)
         self.popen.wait()
         shutil.rmtree(self.temporary_folder, ignore_errors=True)
+
+    def stop(self) -> None:
+        """Ask it to end, and kill what is left of the group after a while."""
+        if self.alive:
+            self.popen.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS
+        while self.alive and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        self.kill()
+        self.wait_until_gone()
+
+    def _status(self) -> os.waitid_result | None:
+        """Of the leader once it has ended. It stays a zombie, so that no other group gets its number before `kill`."""
+        return os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
 def start_process(
@@ -72,24 +88,20 @@ def start_process(
     """Server `index` (from 0) of `launch.num_servers` on the policy in `folder`. Raises SamplerUnavailable."""
     python = interpreter(launch)
     on_cpu = is_cpu_build(python)
-    inside = scratch / "inside-vllm"
-    inside.mkdir(parents=True, exist_ok=True)
+    port, api_key = _free_port(), secrets.token_urlsafe(32)
+    environment = _environment(launch, index, api_key, on_cpu)
+    arguments = _arguments(launch, folder, dtype, port, on_cpu)
+    inside = Path(tempfile.mkdtemp(prefix="posttrain-vllm-"))
     for file in _INSIDE:
         shutil.copy(Path(__file__).with_name(file), inside / file)
-    port, api_key = _free_port(), secrets.token_urlsafe(32)
+    scratch.mkdir(parents=True, exist_ok=True)
     log = scratch / f"vllm{index}.log"
-    temporary = Path(tempfile.mkdtemp(prefix="posttrain-vllm-"))
     with log.open("ab") as output:
         log_start = output.tell()
         try:
             popen = subprocess.Popen(
-                [
-                    str(python),
-                    str(inside / "entry.py"),
-                    str(os.getpid()),
-                    *_arguments(launch, folder, dtype, port, on_cpu),
-                ],
-                env=_environment(launch, index, inside, temporary, api_key, on_cpu),
+                [str(python), str(inside / "entry.py"), str(os.getpid()), *arguments],
+                env={**environment, "PYTHONPATH": str(inside), "TMPDIR": str(inside), TEMPORARY_FOLDER: str(inside)},
                 cwd=inside,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -97,9 +109,9 @@ def start_process(
                 process_group=0,  # killed as one; and Ctrl-C is for this process, which then stops its servers
             )
         except OSError as error:
-            temporary.rmdir()
+            shutil.rmtree(inside)
             raise SamplerUnavailable(f"{name} cannot be started with {python}: {error}") from error
-    return ServerProcess(popen, f"http://127.0.0.1:{port}", api_key, log, log_start, temporary, on_cpu)
+    return ServerProcess(popen, f"http://127.0.0.1:{port}", api_key, log, log_start, inside, on_cpu)
 
 
 def interpreter(launch: VllmLaunchConfig) -> Path:
@@ -162,14 +174,9 @@ def _arguments(launch: VllmLaunchConfig, folder: Path, dtype: str, port: int, on
     return [*(str(part) for pair in arguments.items() for part in pair), *switches, *launch.arguments]
 
 
-def _environment(
-    launch: VllmLaunchConfig, index: int, inside: Path, temporary: Path, api_key: str, on_cpu: bool
-) -> dict[str, str]:
+def _environment(launch: VllmLaunchConfig, index: int, api_key: str, on_cpu: bool) -> dict[str, str]:
     environment = {
         **os.environ,
-        "PYTHONPATH": str(inside),
-        "TMPDIR": str(temporary),
-        TEMPORARY_FOLDER: str(temporary),
         "VLLM_API_KEY": api_key,
         "VLLM_SERVER_DEV_MODE": "1",  # offers /collective_rpc, /pause and the like
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # its processes import entry.py, which watches their parents

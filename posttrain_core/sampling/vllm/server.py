@@ -157,6 +157,7 @@ class OwnServer(Server):
         super().__init__(config, dtype, f"vLLM server {index}", trust_env=False)  # no proxy on the way to this machine
         self._launch, self._dtype, self._index, self._scratch = launch, dtype, index, scratch
         self._process: ServerProcess | None = None
+        self._killed: list[ServerProcess] = []
 
     @property
     def pid(self) -> int | None:
@@ -172,6 +173,7 @@ class OwnServer(Server):
         self.held = None
         if self._process is not None:
             self._process.kill()
+            self._killed.append(self._process)
         self._process = None
 
     async def release(self) -> None:
@@ -189,6 +191,7 @@ class OwnServer(Server):
         process, self._process = self._process, None
         if process is not None:
             await asyncio.to_thread(process.stop)
+        await self._bury()
         await self.http.aclose()
 
     async def _make_ready(self, folder: Path) -> bool:
@@ -196,6 +199,7 @@ class OwnServer(Server):
             self.lost("it ended")
         if self._process is not None:
             return False
+        await self._bury()
         process = await asyncio.to_thread(
             start_process, self._launch, self._index, folder, self._dtype, self._scratch, self.name
         )
@@ -209,6 +213,12 @@ class OwnServer(Server):
             self.lost("it did not start")
             raise
         return True
+
+    async def _bury(self) -> None:
+        """Killed processes are gone afterwards; on a GPU that takes a while, and its memory is needed."""
+        for process in tuple(self._killed):
+            await asyncio.to_thread(process.wait_until_gone)
+            self._killed.remove(process)
 
     async def _started(self, process: ServerProcess) -> None:
         seen, since = -1, time.monotonic()
