@@ -47,10 +47,10 @@ class QueryTime:
 def measure_queries(store: str, run: str, num_times: int = _NUM_TIMES) -> list[QueryTime]:
     """Each query `num_times`, alone and as a command of its own."""
     middle = Run(store, run).config.iterations // 2
-    return [_measure(store, run, name, query.format(middle=middle), num_times) for name, query in QUERIES.items()]
+    return [measure_query(store, run, name, query.format(middle=middle), num_times) for name, query in QUERIES.items()]
 
 
-def _measure(store: str, name: str, title: str, query: str, num_times: int) -> QueryTime:
+def measure_query(store: str, name: str, title: str, query: str, num_times: int) -> QueryTime:
     walls, cpus = [], []
     for _ in range(num_times):
         run = Run(store, name)

@@ -57,8 +57,8 @@ class Size:
         return self.iterations * self.rollouts
 
 
-def write_run(url: str, name: str, size: Size) -> None:
-    """Write the run; nothing that is there already is changed."""
+def write_run(url: str, name: str, size: Size, num_processes: int = 0) -> None:
+    """Write the run with so many processes; 0 is one for each core. Manifests that are there already stay."""
     config = RunConfig.model_validate(
         {
             "run": name,
@@ -82,8 +82,13 @@ def write_run(url: str, name: str, size: Size) -> None:
     scopes = [Scope(iteration) for iteration in range(size.iterations)]
     scopes += [Scope(version, Purpose.EVAL) for version in evaluated]
     _commit(store, layout.start_manifest(name, "publish"), "publish", -1, [], {})
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        for _ in pool.map(partial(_write_scope, url, name, size), scopes):
+    write = partial(_write_scope, url, name, size)
+    if num_processes == 1:
+        for scope in scopes:
+            write(scope)
+        return
+    with ProcessPoolExecutor(num_processes or os.cpu_count(), get_context("spawn")) as pool:
+        for _ in pool.map(write, scopes):
             pass
 
 
