@@ -33,6 +33,11 @@ def run_record(run: str) -> str:
     return f"{run_prefix(run)}run.json"
 
 
+def deletion(run: str) -> str:
+    """The mark of a deleted run. Its objects go with the next gc, but for those that forks need."""
+    return f"{run_prefix(run)}deleted.json"
+
+
 def lease(run: str) -> str:
     return f"{run_prefix(run)}lease.json"
 

@@ -1,4 +1,4 @@
-"""Commands that care for a store: fsck, gc, fork."""
+"""Commands that care for a store: fsck, gc, delete, fork."""
 
 import shlex
 from collections.abc import Callable, Iterator
@@ -36,7 +36,10 @@ def fsck(
     if run and everything:
         raise ConfigError("give the name of a run or --all, not both")
     opened = open_store(store)
-    names = [run] if run else sorted(shelves(opened)) if everything else [open_run(store).name]
+    if everything:
+        names = sorted(name for name, found in shelves(opened).items() if not found.deleted)
+    else:
+        names = [run or open_run(store).name]
     results = []
     for name in names:
         with bar(f"checking {name}") as progress:
@@ -97,6 +100,17 @@ def gc(
         typer.echo(f"deleted {len(found)} objects, {total} bytes")
     else:
         typer.echo(f"{len(found)} objects, {total} bytes could go" + ("; --delete removes them" if found else ""))
+
+
+def delete(
+    run: Annotated[str, typer.Argument(help="Name of the run.")],
+    store: Store = DEFAULT_STORE,
+) -> None:
+    """Delete a run. Its objects go with `posttrain gc --delete`, but for those that forks of it need."""
+    from posttrain_core.care.delete import delete_run
+
+    delete_run(open_store(store), run)
+    typer.echo(f"run {run} is deleted; `posttrain gc --delete` frees what it took, once that is older than the grace")
 
 
 def fork(

@@ -10,7 +10,7 @@ import typer
 
 from flows.cli import export, model
 from flows.cli.bench import bench
-from flows.cli.care import fork, fsck, gc
+from flows.cli.care import delete, fork, fsck, gc
 from flows.cli.demo import demo
 from flows.cli.doctor import doctor
 from flows.cli.looking import diff, report, rollouts, show, sql, status
@@ -24,7 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (demo, init, run, resume, status, report, show, rollouts, sql, diff, doctor, bench, fsck, gc, fork):
+for command in (demo, init, run, resume, status, report, show, rollouts, sql, diff, doctor, bench, fsck, gc, fork, delete):
     app.command()(command)
 app.add_typer(export.app, name="export")
 app.add_typer(model.app, name="model")

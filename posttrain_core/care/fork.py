@@ -198,8 +198,8 @@ def _refuse_leftovers(store: ObjectStore, name: str, writes: Mapping[str, bytes]
     ]
     if strangers:
         raise RunConflict(
-            f"{layout.run_prefix(name)} in {store.url} holds {len(strangers)} objects of a run that is no more, "
-            f"such as {strangers[0]}: choose another name (--as NAME), or let `posttrain gc` remove them first"
+            f"{layout.run_prefix(name)} in {store.url} holds {len(strangers)} objects of another run, such as "
+            f"{strangers[0]}: choose another name (--as NAME), or remove them (`posttrain delete`, `posttrain gc`)"
         )
 
 

@@ -2,7 +2,8 @@
 
 Needed is what a committed manifest of any run names (weights that the run retired excepted), and what may still come
 to be used: the shards of a stage that is not committed are adopted on resume, and so is the journal of a shard.
-Never touched: run records, manifests, leases, tombstones, telemetry, and keys that are not ours.
+Never touched: run records, manifests, leases, tombstones, telemetry (but of runs that `delete` marked as deleted), and
+keys that are not ours.
 
 Safe beside live runs. What cannot be committed any more (its manifest is there and names other objects) may go at any
 time. An attempt that may still commit goes only while this process holds the run's lease. All of it must be older than
@@ -46,7 +47,7 @@ class Kind(StrEnum):
     TABLE = "tables that the stage's manifest does not name"
     JOURNAL = "journals of shards that are committed"
     NOTE = "notes about forks that are no more"
-    GONE = "objects of runs that are no more"
+    GONE = "objects of runs that were deleted"
 
 
 UNDER_LEASE = {Kind.UNFINISHED, Kind.GONE}
@@ -106,10 +107,10 @@ def _delete_at_rest(store: ObjectStore, run: str, items: list[Garbage]) -> list[
     with Lease(store, run) as lease:
         now = shelf(store, run)
         now.read({})
-        if now.unreadable and now.exists:
+        if now.unreadable and not now.deleted:
             raise next(iter(now.unreadable.values()))
-        named = now.named() if now.exists else {}
-        todo = [item for item in items if item.key not in named and now.exists == (item.kind is not Kind.GONE)]
+        named = {} if now.deleted else now.named()
+        todo = [item for item in items if item.key not in named and now.deleted == (item.kind is Kind.GONE)]
         for start in range(0, len(todo), 100):
             lease.check()
             _delete(store, [item.key for item in todo[start : start + 100]])
@@ -131,9 +132,9 @@ class _Sweep:
     def look(self) -> list[Garbage]:
         found = shelves(self.store)
         for run in found.values():
-            if run.exists:
+            if not run.deleted:
                 self._read(run)
-        needed = {key for run in found.values() if run.exists for key in run.named()}
+        needed = {key for run in found.values() if not run.deleted for key in run.named()}
         needed |= set(self._needed_by_new_forks(found))
         return [
             Garbage(info.key, info.num_bytes, run.run, kind)
@@ -170,8 +171,9 @@ class _Sweep:
         key = info.key
         if key == layout.lease(run.run):
             return None
-        if not run.exists:
-            return Kind.GONE
+        if run.deleted:
+            is_last = run.objects.keys() <= {layout.deletion(run.run), layout.lease(run.run)}
+            return Kind.GONE if key != layout.deletion(run.run) or is_last else None
         if key.startswith(layout.forks(run.run)):
             fork = key.removeprefix(layout.forks(run.run)).removesuffix(".json")
             return Kind.NOTE if self._is_void(info, fork, found) else None

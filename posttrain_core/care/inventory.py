@@ -55,8 +55,12 @@ class Shelf:
 
     @property
     def exists(self) -> bool:
-        """A run without its `run.json` is no more."""
         return layout.run_record(self.run) in self.objects
+
+    @property
+    def deleted(self) -> bool:
+        """Marked as such. A run that only lacks its `run.json` is damaged, or a fork that was cut short."""
+        return layout.deletion(self.run) in self.objects and not self.exists
 
     @property
     def retired(self) -> set[tuple[str, int]]:

@@ -221,6 +221,11 @@ def open_run(store: ObjectStore, config: RunConfig) -> str:
     """
     key = layout.run_record(config.run)
     record = new_record(config)
+    if store.stat(key) is None and store.stat(layout.deletion(config.run)) is not None:
+        raise RunConflict(
+            f"run {config.run!r} was deleted, and its objects are still in {store.url}: `posttrain gc --delete` "
+            "removes them, or start the run under another name (--set run=NAME)"
+        )
     if store.put_if_absent(key, json.dumps(record, indent=1).encode()):
         return ""
     known = read_config(store, config.run)

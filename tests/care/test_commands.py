@@ -116,3 +116,13 @@ print(*sorted({"torch", "prefect", "deepspeed", "transformers", "boto3", "duckdb
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == ""
+
+
+def test_delete(posttrain: Command, store: Path) -> None:
+    assert posttrain("fork", "r", "--at", "4", "--as", "f")[0] == 0
+    assert "posttrain gc --delete" in posttrain("delete", "r")[1]
+    assert posttrain("status", "r")[0] == 2
+    assert "run r" not in posttrain("fsck", "--all")[1]
+    assert posttrain("gc", "--grace", "0", "--delete")[0] == 0
+    assert posttrain("fsck", "--all")[1].startswith("run f: clean")
+    assert posttrain("delete", "other")[0] == 2

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from posttrain_core import layout
+from posttrain_core.care.delete import delete_run
 from posttrain_core.care.fork import fork
 from posttrain_core.care.fsck import check_run
 from posttrain_core.care.gc import Garbage, Kind, find_garbage, remove_garbage
-from posttrain_core.errors import ObjectCorrupt
-from posttrain_core.inspect.catalogue import Run
+from posttrain_core.errors import ConfigError, ObjectCorrupt, RunConflict
+from posttrain_core.inspect.catalogue import Run, list_runs
 from posttrain_core.lease import Lease
 from posttrain_core.manifest import find_manifest
 from posttrain_core.store import ObjectStore, open_store
@@ -38,12 +39,14 @@ GARBAGE = {
     "runs/gone/plan/iteration=00000/shard=0000.parquet": Kind.GONE,
     "runs/gone/manifests/iteration=00000/plan.json": Kind.GONE,
 }
+MARK = "runs/gone/deleted.json"
 NEEDED = [
     "runs/r/rollouts/iteration=00004/shard=0000.parquet",
     "runs/r/eval/rollouts/iteration=00005/shard=0000.parquet",
     "runs/r/journal/iteration=00004/shard=0000/0000.x.parquet",
     "runs/r/telemetry/iteration=00001/generate.0000.x.json",
     "runs/r/notes.txt",
+    "runs/damaged/plan/iteration=00000/shard=0000.parquet",
     "elsewhere/file",
 ]
 
@@ -60,20 +63,22 @@ def kinds(found: list[Garbage]) -> dict[str, Kind]:
 def test_a_finished_run_has_none_and_each_kind_is_found(own_store: ObjectStore) -> None:
     assert find_garbage(own_store, 0) == []
     before = keys(own_store)
-    for key in [*GARBAGE, *NEEDED]:
+    for key in [*GARBAGE, *NEEDED, MARK]:
         own_store.put(key, b"12345")
     assert kinds(find_garbage(own_store, 0)) == GARBAGE
     assert {item.num_bytes for item in find_garbage(own_store, 0)} == {5}
-    assert keys(own_store) == before | GARBAGE.keys() | set(NEEDED), "a dry run deletes nothing"
+    assert keys(own_store) == before | GARBAGE.keys() | {*NEEDED, MARK}, "a dry run deletes nothing"
     removed = remove_garbage(own_store, 0)
     assert kinds(removed.garbage) == GARBAGE
     assert removed.left == {}
+    assert keys(own_store) == before | {*NEEDED, MARK}
+    assert kinds(remove_garbage(own_store, 0).garbage) == {MARK: Kind.GONE}, "the mark goes last"
     assert keys(own_store) == before | set(NEEDED)
     assert check_run(own_store, "r").findings == []
 
 
 def test_what_is_young_stays(own_store: ObjectStore) -> None:
-    for key in GARBAGE:
+    for key in [*GARBAGE, MARK]:
         own_store.put(key, b"")
     assert find_garbage(own_store) == []
     assert remove_garbage(own_store).garbage == []
@@ -101,7 +106,7 @@ def _older(info: ObjectInfo | None) -> ObjectInfo | None:
 
 
 def test_age_is_by_the_clock_of_the_store(own_store: ObjectStore) -> None:
-    for key in GARBAGE:
+    for key in [*GARBAGE, MARK]:
         own_store.put(key, b"")
     assert find_garbage(LaggingStore(own_store)) == []
     assert kinds(find_garbage(LaggingStore(own_store), 0)) == GARBAGE
@@ -109,7 +114,7 @@ def test_age_is_by_the_clock_of_the_store(own_store: ObjectStore) -> None:
 
 @pytest.mark.parametrize("own_store", ["local"], indirect=True)
 def test_of_a_held_run_only_what_cannot_be_committed_any_more(own_store: ObjectStore) -> None:
-    for key in GARBAGE:
+    for key in [*GARBAGE, MARK]:
         own_store.put(key, b"")
     with Lease(open_store(own_store.url), "r"), Lease(open_store(own_store.url), "gone"):
         done = remove_garbage(own_store, 0)
@@ -120,7 +125,7 @@ def test_of_a_held_run_only_what_cannot_be_committed_any_more(own_store: ObjectS
 
 
 def test_no_delete_when_a_manifest_cannot_be_read(own_store: ObjectStore) -> None:
-    for key in GARBAGE:
+    for key in [*GARBAGE, MARK]:
         own_store.put(key, b"")
     own_store.put("runs/other/run.json", b"{}")
     own_store.put("runs/other/manifests/iteration=00000/plan.json", b"damaged")
@@ -187,14 +192,14 @@ def test_a_fork_outlives_its_deleted_parent(family: Path) -> None:
     store = open_store(str(family))
     before = keys(store)
     assert find_garbage(store, 0) == []
-    store.delete("runs/r/run.json")
+    delete_run(store, "r")
     removed = remove_garbage(store, 0).garbage
     assert {item.kind for item in removed} == {Kind.GONE}
     gone = {item.key for item in removed}
     assert any("iteration=00003" in key for key in gone)
     assert any("policies/version=00001" in key for key in gone), "the fork does without"
     assert not [key for key in gone if key.startswith("runs/r/rollouts/iteration=00001")]
-    assert keys(store) == before - gone - {"runs/r/run.json"}
+    assert keys(store) == before - gone - {"runs/r/run.json"} | {"runs/r/deleted.json"}
     train(Run(store, "f").config.model_copy(update={"store": str(family)}))
     assert digests(family, "f") == digests(family, "undisturbed")
     assert check_run(store, "f").findings == []
@@ -208,22 +213,24 @@ def test_what_a_deleted_fork_needed_goes(family: Path) -> None:
     held = {info.key for info in store.list("runs/r/policies/version=00002/")}
     assert held
     assert find_garbage(store, 0) == []
-    for name in ("f", "undisturbed"):
-        store.delete(layout.run_record(name))
+    made = ("f", "undisturbed")
+    for name in made:
+        delete_run(store, name)
         assert not held & kinds(find_garbage(store, 0)).keys(), "it may still be in the making"
     for note in family.glob("runs/r/forks/*.json"):
         os.utime(note, (0, 0))
     found = kinds(remove_garbage(store, 0).garbage)
     assert {found[key] for key in held} == {Kind.RETIRED}
     assert check_run(store, "r").findings == []
-    assert not [key for key in keys(store) if key.startswith(("runs/f/", "runs/undisturbed/"))]
+    assert {item.key for item in remove_garbage(store, 0).garbage} == {f"runs/{x}/deleted.json" for x in made}
+    assert not [key for key in keys(store) if layout.run_of(key) in made]
 
 
 def test_a_fork_in_the_making_keeps_what_it_will_name(family: Path) -> None:
     """It has left its note, and its parent is deleted before it has a run record."""
     store = open_store(str(family))
     for name in ("f", "undisturbed", "r"):
-        store.delete(layout.run_record(name))
+        delete_run(store, name)
     note = json.loads(store.get("runs/r/forks/f.json"))
     held = set(note["objects"])
     assert not held & kinds(find_garbage(store, 0)).keys()
@@ -285,6 +292,32 @@ def test_beside_a_live_run(tmp_path: Path, undisturbed: dict[str, str]) -> None:
 def test_forked_and_deleted_in_memory(own_store: ObjectStore) -> None:
     """A fork of the newest version needs nothing but it."""
     fork(own_store, "r", 4, Run(own_store, "r").config.model_copy(update={"run": "f"}))
-    own_store.delete("runs/r/run.json")
+    delete_run(own_store, "r")
     remove_garbage(own_store, 0)
     assert check_run(own_store, "f").findings == []
+
+
+def test_a_deleted_run_is_found_no_more_and_not_begun_again(tmp_path: Path) -> None:
+    config = scripted(tmp_path, iterations=0)
+    train(config)
+    store = open_store(str(tmp_path))
+    record = store.get("runs/r/run.json")
+    with Lease(open_store(str(tmp_path)), "r"), pytest.raises(RunConflict, match="is held by"):
+        delete_run(store, "r")
+    delete_run(store, "r")
+    delete_run(store, "r")
+    assert list_runs(store) == []
+    assert json.loads(store.get("runs/r/deleted.json"))["run.json"] == record.decode()
+    with pytest.raises(RunConflict, match="was deleted, and its objects are still in"):
+        train(config)
+    with pytest.raises(ConfigError, match="no run 'other'"):
+        delete_run(store, "other")
+    for _ in range(2):
+        remove_garbage(store, 0)
+    assert keys(store) == set()
+    train(config)
+
+
+def test_a_run_that_lost_its_record_is_damaged_not_deleted(own_store: ObjectStore) -> None:
+    own_store.delete("runs/r/run.json")
+    assert find_garbage(own_store, 0) == []

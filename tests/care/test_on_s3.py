@@ -1,5 +1,6 @@
 """A run, a fork of it, gc and fsck on an S3 server."""
 
+from posttrain_core.care.delete import delete_run
 from posttrain_core.care.fsck import check_run
 from posttrain_core.care.gc import Kind, find_garbage, remove_garbage
 from posttrain_core.store import open_store
@@ -18,7 +19,7 @@ def test_fork_gc_and_fsck(s3_url: str) -> None:
     assert digests(s3_url, "f") == digests(s3_url, "r")
     store = open_store(s3_url)
     assert find_garbage(store, 0) == []
-    store.delete("runs/r/run.json")
+    delete_run(store, "r")
     done = remove_garbage(store, 0)
     assert {item.kind for item in done.garbage} == {Kind.GONE}
     assert done.left == {}
