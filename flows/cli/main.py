@@ -24,7 +24,24 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (demo, init, run, resume, status, report, show, rollouts, sql, diff, doctor, bench, fsck, gc, fork, delete):
+for command in (
+    demo,
+    init,
+    run,
+    resume,
+    status,
+    report,
+    show,
+    rollouts,
+    sql,
+    diff,
+    doctor,
+    bench,
+    fsck,
+    gc,
+    fork,
+    delete,
+):
     app.command()(command)
 app.add_typer(export.app, name="export")
 app.add_typer(model.app, name="model")
