@@ -3,21 +3,23 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from posttrain_core.config import AlgorithmConfig, DeepSpeedLearnerConfig, RunConfig, SftConfig
-from posttrain_core.errors import ConfigError, LearnerFault
+from posttrain_core.config import AlgorithmConfig, DeepSpeedLearnerConfig, KlConfig, RunConfig, SftConfig
+from posttrain_core.errors import ConfigError, LearnerFault, PolicyMismatch
 from posttrain_core.learner.deepspeed_learner import DeepSpeedLearner
 from posttrain_core.learner.factory import make_learner
 from posttrain_core.learner.protocol import Demonstration
-from posttrain_core.records import Message
+from posttrain_core.records import Message, Sample
 from tests.learner.llama import make_samples
 
 pytest.importorskip("deepspeed")
@@ -63,6 +65,17 @@ def weights(folder: Path) -> dict[str, "object"]:
     from safetensors.torch import load_file
 
     return dict(load_file(folder / "model.safetensors"))
+
+
+def sampled_by(learner: DeepSpeedLearner, samples: Sequence[Sample], shift: float = 0.0) -> list[Sample]:
+    """The samples as if the held policy had sampled them; `shift` is a sampler's error of each log-probability."""
+    results = []
+    for sample in samples:
+        begin = sample.loss_mask.index(1)
+        values = learner.score(sample.input_ids[:begin], sample.input_ids[begin:], sample.temperature)
+        logprobs = (0.0,) * begin + tuple(value + shift for value in values)
+        results.append(replace(sample, sampler_logprobs=logprobs))
+    return results
 
 
 def wait_for_end(pids: list[int]) -> None:
@@ -147,7 +160,7 @@ def test_supervised_training_learns_and_leaves_a_fresh_optimizer(single: DeepSpe
     assert metrics["loss"] < 0.2 < metrics["first_loss"]
     # <bos> 3 + 1 = is answered 4 <eos>
     assert sum(single.score([1, 6, 13, 4, 18], [7, 2], 1.0)) > -0.5
-    assert single.update(FIRST, seed=1)["num_steps"] == 1
+    assert single.update(sampled_by(single, FIRST), seed=1)["num_steps"] == 1
     with pytest.raises(LearnerFault, match="load_weights"):
         single.sft(demonstrations, config, seed=0)
 
@@ -194,6 +207,43 @@ def test_two_ranks_agree_with_one(
         pair.close()
     assert pair.pids == []
     wait_for_end(pids)
+
+
+def test_the_references_values_are_made_once_and_a_mismatch_stops_all_ranks(
+    make: Maker, policy: Path, tmp_path: Path
+) -> None:
+    pair = make(AlgorithmConfig(kl=KlConfig(coefficient=0.1)), num_ranks=2, zero_stage=2)
+    shutil.copytree(policy, tmp_path / "reference")
+    pair.load_weights(policy)
+    pair.update(with_reference(pair, FIRST), seed=1)
+    pair.save_checkpoint(tmp_path / "checkpoint")
+    second = with_reference(pair, SECOND)
+    for sample in second:
+        scored = pair.score(sample.input_ids[:1], sample.input_ids[1:], 1.0)
+        assert len(sample.reference_logprobs) == len(sample.loss_mask)
+        assert list(sample.reference_logprobs[1:]) != pytest.approx(scored, abs=1e-6), "the held policy has moved on"
+    metrics = pair.update(second, seed=2)
+    assert metrics["kl"] > 0
+    undisturbed = digest(pair, tmp_path / "a")
+    with pytest.raises(LearnerFault, match="no reference log-probabilities"):
+        pair.update(FIRST, seed=1)
+
+    pair.load_checkpoint(tmp_path / "checkpoint", reference=tmp_path / "reference")
+    shutil.rmtree(tmp_path / "reference")  # a replay needs it no more
+    assert pair.update(second, seed=2) == metrics
+    assert digest(pair, tmp_path / "b") == undisturbed
+
+    pids = pair.pids
+    shifted = sampled_by(pair, second, shift=-0.7)
+    with pytest.raises(PolicyMismatch, match=r"logprob_difference_mean is 0\.7, .*max_mean_difference is 0\.3"):
+        pair.update(shifted, seed=3)
+    assert pair.pids == []
+    wait_for_end(pids)
+
+
+def with_reference(learner: DeepSpeedLearner, samples: Sequence[Sample]) -> list[Sample]:
+    rows = learner.reference_logprobs(samples)
+    return [replace(sample, reference_logprobs=row) for sample, row in zip(samples, rows, strict=True)]
 
 
 def test_a_killed_rank_is_named_and_the_next_load_starts_anew(
