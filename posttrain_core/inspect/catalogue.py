@@ -175,15 +175,18 @@ class Run:
             yield from ((Scope(iteration, purpose), stage) for iteration in iterations for stage in stages)
             return
         first = layout.manifest(self.name, Scope(iterations[0], purpose), "")
+        admitted: dict[Scope, bool] = {}
         for info in self.store.list(_manifests_folder(self.name, purpose), first):
             match = _MANIFEST.search(info.key)
             if match is None or match[2] not in stages:
                 continue
             scope = Scope(int(match[1]), purpose)
-            if rows.admits_scope(scope):
+            if scope not in admitted:
+                admitted[scope] = rows.admits_scope(scope)
+                if not admitted[scope] and rows.ends_before(scope):
+                    return
+            if admitted[scope]:
                 yield scope, match[2]
-            elif rows.ends_before(scope):
-                return
 
     def _find_manifests(self, scopes: list[Scope], stage: str) -> dict[Scope, Manifest]:
         """Those that are there. Each is read once."""

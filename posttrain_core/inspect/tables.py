@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -28,7 +28,7 @@ STAGE_OF_TABLE = {
     "samples": "update",
 }
 RAW_ROLLOUTS = "rollout_rows"
-_NUM_SHARDS = 8  # read at once
+_NUM_SHARDS = 16  # read at once
 _NUM_PARTS = 16  # requests for parts of objects at once
 _PLACE = ("iteration", "purpose")
 
@@ -42,7 +42,7 @@ class View:
     base: str
     sources: Mapping[str, tuple[Source, ...]]
 
-    @property
+    @cached_property
     def schema(self) -> pa.Schema:
         """`iteration` (of an evaluation: the policy version) and `purpose`, then the columns."""
         fields = [pa.field("iteration", pa.int64()), pa.field("purpose", pa.string())]
@@ -78,7 +78,7 @@ def scan(run: Run, view: View, columns: Sequence[str], where: ds.Expression | No
         try:
             for shard in _shards(run, view, wanted, rows):
                 waiting.append(pool.submit(shard.read, rows, columns, parts))
-                if len(waiting) > 2 * _NUM_SHARDS:
+                if len(waiting) > _NUM_SHARDS:
                     yield from waiting.popleft().result().to_batches()
             while waiting:
                 yield from waiting.popleft().result().to_batches()
