@@ -82,6 +82,8 @@ def train(services: Services, runner: Runner, block: Block | None = None) -> int
             return first
         if run.find_policy(last) is None:
             run_block(services, first, last)
+        else:
+            services.retention.apply(last)  # a process before this one may have been killed before it did
     if _can_evaluate(run, run.config.iterations):
         evaluate(services, runner, run.config.iterations)
     return run.config.iterations

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,6 +51,7 @@ _FAULTS = (ClientError, BotoCoreError, ResponseParserError, OSError)
 _ABSENT = {"NoSuchKey", "404", "NotFound"}
 _LOST = {"PreconditionFailed", "412"}
 _PAST_END = {"InvalidRange", "416"}
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _SKEWED = "RequestTimeTooSkewed"
 _TRANSIENT = {"RequestTimeout", "BadDigest", _SKEWED}  # 4xx that a second try may cure; so are 408, 409 and 429
 _FULL = {"QuotaExceeded", "InsufficientStorage", "507"}
@@ -125,16 +127,19 @@ class S3Store:
             for item in page.get("Contents", ()):
                 key, modified = item["Key"].removeprefix(self._prefix), item["LastModified"].timestamp()
                 yield ObjectInfo(key, item["Size"], item["ETag"].strip('"'), modified)
-            token = page.get("NextContinuationToken")
-            if token is None:
+            if not page["IsTruncated"]:
                 return
+            token = page["NextContinuationToken"]
 
     def stat(self, key: str) -> ObjectInfo | None:
+        def call() -> ObjectInfo:
+            head = _whole(self._client.head_object(**self._at(key)), "ContentLength", "ETag", "LastModified")
+            return ObjectInfo(key, head["ContentLength"], head["ETag"].strip('"'), head["LastModified"].timestamp())
+
         try:
-            head = self._try("stat", key, lambda: self._client.head_object(**self._at(key)))
+            return self._try("stat", key, call)
         except ObjectNotFound:
             return None
-        return ObjectInfo(key, head["ContentLength"], head["ETag"].strip('"'), head["LastModified"].timestamp())
 
     def delete(self, key: str) -> None:
         with suppress(ObjectNotFound):
@@ -147,12 +152,13 @@ class S3Store:
 
     def _page(self, prefix: str, after: str, token: str | None) -> Any:
         position = {"ContinuationToken": token} if token else {"StartAfter": self._prefix + after} if after else {}
-        return self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix + prefix, **position)
+        page = self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix + prefix, **position)
+        return _whole(page, "IsTruncated", *(["NextContinuationToken"] if page.get("IsTruncated") else []))
 
     def _write(self, key: str, data: bytes, **condition: str) -> str:
         """One PUT; the server compares the bytes with their MD5. The etag without its quotes: radosgw wants it so."""
         answer = self._client.put_object(**self._at(key), Body=data, ContentMD5=_md5(data), **condition)
-        return str(answer["ETag"]).strip('"')
+        return str(_whole(answer, "ETag")["ETag"]).strip('"')
 
     def _read(self, key: str, span: str, **condition: str) -> tuple[bytes, int, str]:
         """The bytes of a range, empty past the end; the object's size and etag."""
@@ -166,8 +172,15 @@ class S3Store:
                 raise
             with closing(answer["Body"]) as body:  # as a context manager it gives urllib3's stream, and its errors
                 data: bytes = body.read()
-            size = answer.get("ContentRange", "").rpartition("/")[2]
-            return data, int(size or len(data)), answer["ETag"].strip('"')
+            etag = _whole(answer, "ETag")["ETag"].strip('"')
+            if span_read := _RANGE.fullmatch(answer.get("ContentRange", "")):
+                first, last, size = map(int, span_read.groups())
+            else:  # the server leaves ranges alone
+                size = _whole(answer, "ContentLength")["ContentLength"]
+                first, last = 0, size - 1
+            if len(data) != last - first + 1:
+                raise ResponseParserError(f"{len(data)} bytes instead of {last - first + 1}")
+            return data, size, etag
 
         return self._try("get", key, call)
 
@@ -194,7 +207,8 @@ class S3Store:
             self._write(key, path.read_bytes())
             return
         step = max(PART_BYTES, -(-size // _MAX_PARTS))
-        upload = self._client.create_multipart_upload(**self._at(key))["UploadId"]
+        create = partial(self._client.create_multipart_upload, **self._at(key))
+        upload = self._try("put", key, lambda: _whole(create(), "UploadId"))["UploadId"]
 
         def send(start: int) -> dict[str, Any]:
             with path.open("rb") as file:
@@ -202,7 +216,7 @@ class S3Store:
                 data = file.read(step)
             number = start // step + 1
             part = {"UploadId": upload, "PartNumber": number, "Body": data, "ContentMD5": _md5(data)}
-            answer = self._try("put", key, lambda: self._client.upload_part(**self._at(key), **part))
+            answer = self._try("put", key, lambda: _whole(self._client.upload_part(**self._at(key), **part), "ETag"))
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         try:
@@ -218,9 +232,11 @@ class S3Store:
         try:
             self._try("put", key, lambda: complete(MultipartUpload={"Parts": parts}))
         except StoreError as error:
-            found = self.stat(key) if _code(error.__cause__) == "NoSuchUpload" else None
-            if found is None or found.num_bytes != size:
+            if _code(error.__cause__) != "NoSuchUpload":
                 raise
+        found = self.stat(key)
+        if found is None or found.num_bytes != size:
+            raise StoreError(f"{key!r} in store {self.url} is not there whole after its upload. Resume the run")
 
     # --- faults ---
 
@@ -312,6 +328,13 @@ def _in_parallel(call: Callable[[A], T], items: Iterable[A]) -> list[T]:
         finally:
             for one in pending:
                 one.cancel()
+
+
+def _whole(answer: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The answer itself; a fault when a connection that broke among the headers left some out."""
+    if missing := [name for name in names if name not in answer]:
+        raise ResponseParserError(f"an answer without {', '.join(missing)}")
+    return answer
 
 
 def _write_at(descriptor: int, start: int, data: bytes) -> None:

@@ -65,8 +65,10 @@ def kill(process: subprocess.Popen[bytes], after: float) -> None:
     assert_gone(family)
 
 
-def run_to_end(config: RunConfig, log: Path, timeout: float = 300.0) -> None:
-    process = launch(config, log=log)
+def run_to_end(
+    config: RunConfig, log: Path, timeout: float = 300.0, environment: Mapping[str, str] | None = None
+) -> None:
+    process = launch(config, log=log, environment=environment)
     assert process.wait(timeout) == 0, log.read_text()[-3000:]
 
 

@@ -25,7 +25,7 @@ class Fault(StrEnum):
     DROP = "drop"  # the server never sees the request
     LOSE = "lose"  # the server did what it was asked; the answer does not come
     LATE = "late"  # as LOSE, but the server does it only after the client has asked again
-    CUT = "cut"  # half an answer
+    CUT = "cut"  # a part of the answer
     ERROR = "error"  # 500, nothing done
     LIE = "lie"  # 500, but it was done
     SLOW_DOWN = "slow down"  # 503, nothing done
@@ -123,9 +123,9 @@ class FaultyProxy:
         answer = b"" if fault in _NOT_DONE else await self._forward(request)
         if fault in (Fault.DROP, Fault.LATE, Fault.LOSE):
             return b""
-        if fault is Fault.CUT:
-            head, _, body = answer.partition(b"\r\n\r\n")
-            return head + b"\r\n\r\n" + body[: int(len(body) * amount)] if body else head[: len(head) // 2]
+        if fault is Fault.CUT:  # among the headers as often as in the body
+            head = answer.index(b"\r\n\r\n")
+            return answer[: int(head * 2 * amount if amount < 0.5 else head + (len(answer) - head) * (2 * amount - 1))]
         if fault in (Fault.ERROR, Fault.LIE):
             return _refusal(500, "InternalError")
         return _refusal(503, "SlowDown") if fault is Fault.SLOW_DOWN else answer

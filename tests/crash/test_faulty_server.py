@@ -70,17 +70,17 @@ class CrashingStore:
         return call
 
 
-def tiny(store: str | Path) -> RunConfig:
+def tiny(store: str | Path, **changes: Any) -> RunConfig:
     """Two iterations of two shards and two evaluations."""
-    return scripted(
-        store,
-        iterations=2,
-        plan={"problems_per_iteration": 4, "group_size": 4, "rollouts_per_shard": 8},
-        eval={"every": 2, "num_problems": 2, "samples_per_problem": 2},
-        sandbox={"type": "embedded", "workers": 1},
-        checkpoint={"every": 1, "keep_last": 1},
-        prefect={"retries": 2, "retry_delay_seconds": 0.05},
-    )
+    settings: dict[str, Any] = {
+        "iterations": 2,
+        "plan": {"problems_per_iteration": 4, "group_size": 4, "rollouts_per_shard": 8},
+        "eval": {"every": 2, "num_problems": 2, "samples_per_problem": 2},
+        "sandbox": {"type": "embedded", "workers": 1},
+        "checkpoint": {"every": 1, "keep_last": 1},
+        "prefect": {"retries": 2, "retry_delay_seconds": 0.05},
+    }
+    return scripted(store, **settings | changes)
 
 
 def train(config: RunConfig) -> None:
