@@ -1,22 +1,27 @@
 """Stages off the happy path: faults of the sandbox, problems that repeat, a model folder that is gone."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flows import pipeline
 from flows.scratch import scratch_folder
-from posttrain_core.config import RunConfig
-from posttrain_core.errors import ConfigError, RunConflict, SandboxFault
+from posttrain_core.config import KlConfig, MismatchConfig, NumpyLearnerConfig, RunConfig
+from posttrain_core.errors import ConfigError, LearnerFault, PolicyMismatch, RunConflict, SandboxFault
 from posttrain_core.inspect import tables
 from posttrain_core.inspect.catalogue import open_run
 from posttrain_core.layout import Scope
-from posttrain_core.records import CaseReturn, ExecutionStatus, Purpose
+from posttrain_core.learner.numpy_learner import NumpyLearner
+from posttrain_core.records import CaseReturn, ExecutionStatus, Purpose, Sample
+from posttrain_core.sampling.protocol import Completion, Sampler
 from posttrain_core.sandbox.protocol import Limits, ProgramRequest, ProgramResult
 from posttrain_core.stages.execute import CANARY
 from posttrain_core.stages.plan import plan_rows
+from posttrain_core.stages.session import LearnerSession
 from tasks.runner import ThreadRunner
 from tests.crash.test_kills import scripted
 
@@ -83,6 +88,82 @@ def test_a_broken_sandbox_commits_nothing_and_a_mended_one_goes_on(
     run = open_run(services.run.config.store, "r")
     assert set(tables.read(run, "executions", ["status"])["status"].to_pylist()) == {"ok"}
     assert CANARY.inputs == ("[1]",)
+
+
+class ShiftedSampler:
+    """Reports each log-probability 0.5 too low."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def sample(self, requests: Sequence[Any], on_done: Any = None) -> list[Completion]:
+        completions = self._sampler.sample(requests)
+        return [replace(made, logprobs=tuple(value - 0.5 for value in made.logprobs)) for made in completions]
+
+
+def set_algorithm(services: pipeline.Services, **changes: Any) -> None:
+    run = services.run
+    run.config = run.config.model_copy(update={"algorithm": run.config.algorithm.model_copy(update=changes)})
+    learner = RememberingLearner(NumpyLearnerConfig(), run.config.algorithm.mismatch)
+    services.session = LearnerSession(run, learner)
+
+
+class RememberingLearner(NumpyLearner):
+    """Has a reference policy under which every token has log-probability -1; its first update fails when told so."""
+
+    fails = False
+
+    def __init__(self, config: NumpyLearnerConfig, limits: MismatchConfig) -> None:
+        super().__init__(config, limits)
+        self.num_references = 0
+        self.learned: list[tuple[Sample, ...]] = []
+
+    def reference_logprobs(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+        self.num_references += 1
+        return [tuple(-float(bit) for bit in sample.loss_mask) for sample in samples]
+
+    def update(self, samples: Sequence[Sample], seed: int) -> Mapping[str, float]:
+        self.learned.append(tuple(samples))
+        if self.fails:
+            self.fails = False
+            raise LearnerFault("the first time it fails")
+        return super().update(samples, seed)
+
+
+def test_a_mismatch_commits_no_update_until_its_limit_is_raised(
+    opened: tuple[pipeline.Services, ThreadRunner],
+) -> None:
+    services, runner = opened
+    services.sandbox = FaultySandbox()
+    services.sampler = ShiftedSampler(services.sampler)
+    set_algorithm(services)
+    with pytest.raises(PolicyMismatch, match=r"logprob_difference_mean is 0\.5"):
+        pipeline.iterate(services, runner, 0)
+    assert services.run.find(Scope(0), "update") is None
+    set_algorithm(services, mismatch=MismatchConfig(max_mean_difference=0.6))
+    pipeline.iterate(services, runner, 0)
+    assert services.run.manifest(Scope(0), "update").metrics["logprob_difference_max"] == pytest.approx(0.5)
+
+
+def test_the_references_values_are_made_once_and_stored(opened: tuple[pipeline.Services, ThreadRunner]) -> None:
+    services, runner = opened
+    services.sandbox = FaultySandbox()
+    set_algorithm(services, kl=KlConfig())
+    learner = services.session.learner
+    assert isinstance(learner, RememberingLearner)
+    learner.fails = True
+    with pytest.raises(LearnerFault):
+        pipeline.iterate(services, runner, 0)
+    pipeline.iterate(services, runner, 0)
+    services.session.forget()
+    services.session.bring_to(1)
+    first, again, replayed = learner.learned
+    assert first == again == replayed
+    assert learner.num_references == 1
+    assert all(sample.reference_logprobs == tuple(-float(bit) for bit in sample.loss_mask) for sample in first)
 
 
 def test_problems_that_come_twice_get_other_seeds(opened: tuple[pipeline.Services, ThreadRunner]) -> None:
