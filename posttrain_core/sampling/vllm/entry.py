@@ -81,8 +81,8 @@ def members(group: int) -> set[int]:
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK_SECONDS)
-    kill_group(os.getpgrp())
     shutil.rmtree(os.environ[TEMPORARY_FOLDER], ignore_errors=True)
+    kill_group(os.getpgrp())
     os.kill(os.getpid(), signal.SIGKILL)
 
 

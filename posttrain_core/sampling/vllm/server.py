@@ -200,10 +200,8 @@ class OwnServer(Server):
         if self._process is not None:
             return False
         await self._bury()
-        process = await asyncio.to_thread(
-            start_process, self._launch, self._index, folder, self._dtype, self._scratch, self.name
-        )
-        self._process, self._asleep = process, False
+        process = self._process = await self._start_process(folder)
+        self._asleep = False
         self.http.base_url = httpx.URL(process.url)
         self.http.headers["Authorization"] = f"Bearer {process.api_key}"
         try:
@@ -213,6 +211,17 @@ class OwnServer(Server):
             self.lost("it did not start")
             raise
         return True
+
+    async def _start_process(self, folder: Path) -> ServerProcess:
+        starting = asyncio.create_task(
+            asyncio.to_thread(start_process, self._launch, self._index, folder, self._dtype, self._scratch, self.name)
+        )
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:  # the thread goes on, and its process must not be forgotten
+            self._process = await starting
+            self.lost("its start was cancelled")
+            raise
 
     async def _bury(self) -> None:
         """Killed processes are gone afterwards; on a GPU that takes a while, and its memory is needed."""

@@ -57,7 +57,7 @@ def member(pid: int, title: str) -> int:
 
 
 def assert_gone(pid: int, kept: set[Path]) -> None:
-    """The group's processes and the shared memory `kept` by them."""
+    """The group's processes, and what they `kept` outside their memory."""
     deadline = time.monotonic() + END_SECONDS
     while left := group(pid):
         assert time.monotonic() < deadline, [Path(f"/proc/{each}/cmdline").read_text() for each in left]
@@ -67,7 +67,7 @@ def assert_gone(pid: int, kept: set[Path]) -> None:
 
 
 def shared_memory(pid: int) -> set[Path]:
-    """What the group's processes have in memory that others can see, and that would stay."""
+    """What the group's processes have in shared memory, and would stay after them."""
     maps = "".join(Path(f"/proc/{each}/maps").read_text() for each in group(pid))
     lines = {line for line in maps.splitlines() if "/dev/shm/" in line and not line.endswith(" (deleted)")}
     return {Path(line[line.index("/dev/shm/") :]) for line in lines}
@@ -297,7 +297,7 @@ from posttrain_core.sampling.vllm.server import servers
 async def main():
     (server,) = servers(VllmSamplerConfig(), "float32", Path(sys.argv[2]))
     await server.bring_to(0, Path(sys.argv[1]), [])
-    print(server.pid, flush=True)
+    print(server.pid, server._process.temporary_folder, flush=True)
     await asyncio.sleep(3600)
 
 asyncio.run(main())
@@ -308,7 +308,7 @@ def test_no_process_outlives_a_killed_parent(vllm_python: Path, policies: list[P
     command = [sys.executable, "-c", PARENT, str(policies[0]), str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        kept = shared_memory(pid)
+        pid, temporary_folder = parent.stdout.readline().split()
+        kept = {*shared_memory(int(pid)), Path(temporary_folder)}
         parent.kill()
-    assert_gone(pid, kept)
+    assert_gone(int(pid), kept)
