@@ -9,6 +9,7 @@ Policy folder: `model.safetensors` with the float64 vector "logits" [K], K the n
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from posttrain_core.config import ScriptedSamplerConfig
 from posttrain_core.errors import SamplerUnavailable
 from posttrain_core.records import FinishReason, Message
 from posttrain_core.sampling.protocol import Completion, OnDone, Probe, SampleRequest
+from posttrain_core.sampling.stopping import Ending
 
 ANSWER_BASE = 256  # ids below are bytes
 
@@ -79,10 +81,19 @@ class ScriptedSampler:
             return Completion((), (), FinishReason.REFUSED)
         logprobs = answer_logprobs(logits, request.temperature)
         chosen = int(logits.argmax()) if request.temperature == 0 else self._draw(logprobs, request.seed)
-        ids = self._answers[chosen]
-        finish = FinishReason.STOP if len(ids) <= room else FinishReason.LENGTH
-        ids = ids[:room]
+        ids, finish = self._until_end(self._answers[chosen], replace(request, max_new_tokens=room))
         return Completion(ids, (float(logprobs[chosen]), *(0.0 for _ in ids[1:])), finish)
+
+    def _until_end(self, answer: tuple[int, ...], request: SampleRequest) -> tuple[tuple[int, ...], FinishReason]:
+        """The policy ends its turn with the last byte of the answer, if nothing ends it before."""
+        ending = Ending(request, frozenset(), self.decode)
+        for length, token in enumerate(answer, start=1):
+            reason = ending.add(token)
+            if reason is FinishReason.LENGTH and length == len(answer):
+                break
+            if reason is not None:
+                return answer[:length], reason
+        return answer, FinishReason.STOP
 
     @staticmethod
     def _draw(logprobs: np.ndarray, seed: int) -> int:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from posttrain_core.config import InProcessSamplerConfig
+from posttrain_core.config import InProcessSamplerConfig, RepetitionConfig
 from posttrain_core.errors import SamplerUnavailable
 from posttrain_core.records import FinishReason, Message
 from posttrain_core.sampling import Completion, SampleRequest
@@ -126,6 +127,23 @@ def test_every_end_token_stops_and_is_part_of_the_response(tiny_llama: Callable[
     for completion in completions:
         assert not set(END_IDS) & set(completion.response_ids[:-1])
         assert (completion.finish_reason is FinishReason.STOP) == (completion.response_ids[-1] in END_IDS)
+
+
+def test_rows_that_a_rule_ends_leave_the_others_as_they_are(tiny_llama: Callable[..., Path]) -> None:
+    sampler = loaded(tiny_llama(0))
+    prompt_ids = sampler.encode([Message("user", "1+1")])
+    requests = [SampleRequest(prompt_ids, seed, 60, 0.05) for seed in range(16)]
+    rule = RepetitionConfig(num_tokens=12, max_period=6)
+    ruled = [replace(request, repetition=rule if index % 2 else None) for index, request in enumerate(requests)]
+    found, whole = sampler.sample(ruled), sampler.sample(requests)
+    assert FinishReason.REPETITION in {completion.finish_reason for completion in found[1::2]}
+    for short, long in zip(found, whole, strict=True):
+        assert short.response_ids == long.response_ids[: len(short.response_ids)]
+        assert short.logprobs == pytest.approx(long.logprobs[: len(short.logprobs)], abs=2e-5)
+        assert short.finish_reason in (long.finish_reason, FinishReason.REPETITION)
+    assert found[0::2] == [
+        replace(each, logprobs=short.logprobs) for each, short in zip(whole[::2], found[::2], strict=True)
+    ]
 
 
 def test_samples_follow_the_distribution(tiny_llama: Callable[..., Path]) -> None:

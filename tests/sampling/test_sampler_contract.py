@@ -1,4 +1,4 @@
-"""What every sampler promises, checked on both implementations."""
+"""What every sampler promises, checked on all implementations; that for vLLM with a fake server."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,11 +9,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from posttrain_core.config import InProcessSamplerConfig, ProgramDomainConfig, RunConfig, ScriptedSamplerConfig
+from posttrain_core.config import (
+    InProcessSamplerConfig,
+    ProgramDomainConfig,
+    RepetitionConfig,
+    RunConfig,
+    ScriptedSamplerConfig,
+    VllmSamplerConfig,
+)
 from posttrain_core.errors import SamplerUnavailable
 from posttrain_core.records import FinishReason, Message
 from posttrain_core.sampling import Sampler, SampleRequest
 from posttrain_core.sampling.factory import make_sampler
+from posttrain_core.sampling.vllm.sampler import VllmSampler
+from tests.sampling.vllm.fake_server import FakeServer
 
 PROMPT = (Message("system", "be brief"), Message("user", "f(2)=4"))
 
@@ -24,8 +33,14 @@ def scripted_policy(folder: Path, logits: list[float]) -> Path:
     return folder
 
 
-@pytest.fixture(params=["inprocess", "scripted"])
+@pytest.fixture(params=["inprocess", "scripted", "vllm"])
 def sampler(request: pytest.FixtureRequest, tmp_path: Path, tiny_llama: Callable[..., Path]) -> Iterator[Sampler]:
+    if request.param == "vllm":
+        vllm = VllmSampler(VllmSamplerConfig(), "float32", tmp_path, [FakeServer()])
+        vllm.load_policy(0, tiny_llama(0))
+        yield vllm
+        vllm.close()
+        return
     engine: ScriptedSamplerConfig | InProcessSamplerConfig
     if request.param == "scripted":
         engine = ScriptedSamplerConfig()
@@ -114,6 +129,26 @@ def test_response_ends_where_the_context_does(sampler: Sampler) -> None:
         assert len(completion.response_ids) == room
 
 
+def test_stop_strings_end_a_completion_with_the_token_that_completes_one(sampler: Sampler) -> None:
+    whole = sampler.sample(requests_for(sampler))
+    stop = next(text for each in whole if (text := sampler.decode(each.response_ids)[:2]))
+    cut = sampler.sample([replace(request, stop=("no such text", stop)) for request in requests_for(sampler)])
+    for short, long in zip(cut, whole, strict=True):
+        assert short.response_ids == long.response_ids[: len(short.response_ids)]
+        assert len(short.logprobs) == len(short.response_ids)
+        found = stop in sampler.decode(long.response_ids)
+        assert short.finish_reason is (FinishReason.STOP_RULE if found else long.finish_reason)
+        assert stop in sampler.decode(short.response_ids) or short.response_ids == long.response_ids
+        assert stop not in sampler.decode(short.response_ids[:-1])
+    assert FinishReason.STOP_RULE in {each.finish_reason for each in cut}
+
+
+def test_rules_that_never_hold_change_nothing(sampler: Sampler) -> None:
+    rule = RepetitionConfig(num_tokens=8, max_period=1)
+    ruled = [replace(request, stop=("no such text",), repetition=rule) for request in requests_for(sampler)]
+    assert sampler.sample(ruled) == sampler.sample(requests_for(sampler))
+
+
 def test_decode_of_a_prompt_shows_its_text(sampler: Sampler) -> None:
     assert "be brief" in sampler.decode(sampler.encode(PROMPT))
 
@@ -151,6 +186,21 @@ def test_scripted_answers_follow_their_probabilities(tmp_path: Path) -> None:
     assert yes[0].logprobs == pytest.approx((np.log(0.75), 0.0, 0.0, 0.0))
     assert yes[0].finish_reason is FinishReason.STOP
     assert sampler.decode(yes[0].response_ids) == "yes"
+
+
+def test_scripted_answer_that_repeats_itself_is_cut(tmp_path: Path) -> None:
+    config = RunConfig.model_validate(
+        {
+            "sampler": {"type": "scripted", "responses": ["ababababab"]},
+            "learner": {"type": "numpy"},
+            "domains": {"program": {"type": "program"}},
+        }
+    )
+    sampler = make_sampler(config, tmp_path)
+    sampler.load_policy(0, scripted_policy(tmp_path, [0.0]))
+    rule = RepetitionConfig(num_tokens=6, max_period=2)
+    (cut,) = sampler.sample([SampleRequest((1,), 0, 20, 1.0, repetition=rule)])
+    assert (sampler.decode(cut.response_ids), cut.finish_reason) == ("ababab", FinishReason.REPETITION)
 
 
 def test_scripted_policy_of_another_length_is_refused(tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ class Dispatcher:
             for job in jobs:
                 self._waiting.put(job)
             self._place()
+            self._answer_hopeless()
             for _ in jobs:
                 index, answer = await answers.get()
                 if isinstance(answer, Exception):
@@ -204,8 +205,8 @@ class Dispatcher:
                 self._place()
                 return
             pause = min(LONGEST_PAUSE_SECONDS, max(self._first_pause_seconds, 2 * pause))
-        if not any(other.capacity or (other.reviving and other is not lane) for other in self._lanes):
-            self._answer(self._waiting.all(), SamplerUnavailable(f"every vLLM server is lost: {self._faults()}"))
+        lane.revival = None
+        self._answer_hopeless()
 
     @staticmethod
     async def _end_revival(lane: _ServerLane) -> None:
@@ -290,6 +291,11 @@ class Dispatcher:
         self._waiting.remove(jobs)
         for job in jobs:
             job.answer(error)
+
+    def _answer_hopeless(self) -> None:
+        """What waits for servers that are all given up."""
+        if not any(lane.capacity or lane.reviving for lane in self._lanes):
+            self._answer(self._waiting.all(), SamplerUnavailable(f"every vLLM server is lost: {self._faults()}"))
 
     async def _watch_progress(self) -> None:
         while True:
