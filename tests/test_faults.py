@@ -260,6 +260,15 @@ def test_telemetry_may_vanish(tmp_path: Path, undisturbed: dict[str, str]) -> No
     assert semantic_state(tmp_path) == undisturbed
 
 
+def test_a_run_that_was_stopped_before_its_last_retention_makes_it_good(tmp_path: Path) -> None:
+    config = small(tmp_path, checkpoint={"every": 1, "keep_last": 1})
+    train_until(config, "retired/policies/00001")
+    kept = {path.name for path in tmp_path.glob("runs/r/policies/*")}
+    assert kept == {f"version={version:05d}" for version in (0, 1, 2)}
+    train(config)
+    assert not list(tmp_path.glob("runs/r/policies/version=00001/*/*"))
+
+
 def test_a_run_on_s3_is_the_run_on_a_folder(s3_url: str, undisturbed: dict[str, str]) -> None:
     train_until(small(s3_url), f"manifests/{SECOND}/update")
     train(small(s3_url))
