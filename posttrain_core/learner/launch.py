@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from posttrain_core.config import DeepSpeedLearnerConfig
-from posttrain_core.errors import LearnerFault
+from posttrain_core.errors import ConfigError, LearnerFault
 from posttrain_core.learner.connection import LOOPBACK, Listener, free_port, is_this_machine
 
 WORKER = "posttrain_core.learner.worker"
@@ -121,7 +121,7 @@ class HostsLaunch:
     def __init__(self, config: DeepSpeedLearnerConfig, scratch: Path) -> None:
         slots = read_hostfile(Path(config.hostfile))
         if sum(slots.values()) != config.num_ranks:
-            raise LearnerFault(
+            raise ConfigError(
                 f"learner.hostfile {config.hostfile} has {sum(slots.values())} slots, learner.num_ranks is "
                 f"{config.num_ranks}: make them equal"
             )
@@ -199,7 +199,7 @@ def launch(config: DeepSpeedLearnerConfig, scratch: Path) -> Launch:
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Slots by host: lines such as `worker-1 slots=4`, in DeepSpeed's format."""
+    """Slots by host, from lines such as `worker-1 slots=4` (DeepSpeed's format). Raises ConfigError."""
     slots = {}
     try:
         for line in path.read_text().splitlines():
@@ -207,7 +207,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
                 host, setting = words
                 slots[host] = int(setting.removeprefix("slots="))
     except (OSError, ValueError) as error:
-        raise LearnerFault(f"learner.hostfile {path}: {error}; a line must read: HOST slots=N") from error
+        raise ConfigError(f"learner.hostfile {path}: {error}; a line must read: HOST slots=N") from error
     return slots
 
 

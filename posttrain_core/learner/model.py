@@ -44,10 +44,17 @@ def forward(model: Any, batch: Batch, device: torch.device) -> Tensor:
     return log_distribution(logits[row, column], temperature)
 
 
-def reference_forward(folder: Path, dtype: str, device: torch.device) -> Callable[[Batch], Tensor]:
-    """The frozen policy in `folder`; every rank holds all of it."""
+def reference_forward(
+    folder: Path, dtype: str, device: torch.device, alive: Callable[[], None]
+) -> Callable[[Batch], Tensor]:
+    """The frozen policy in `folder`; every rank holds all of it. `alive` is called at every sign of life."""
     model = load_model(folder, dtype, device).eval().requires_grad_(False)
-    return lambda batch: forward(model, batch, device)
+
+    def reference(batch: Batch) -> Tensor:
+        alive()
+        return forward(model, batch, device)
+
+    return reference
 
 
 def load_model(folder: Path, dtype: str, device: torch.device) -> Any:

@@ -219,7 +219,9 @@ class Worker:
         if self._config.lora is not None:
             return self._engine.base_forward
         if self._reference is None:
-            self._reference = self._models.reference_forward(self._reference_folder, self._dtype, self._rank.device)
+            self._reference = self._models.reference_forward(
+                self._reference_folder, self._dtype, self._rank.device, self._parent.alive
+            )
         return self._reference
 
     def _progress(self, done: int, total: int) -> None:

@@ -1,9 +1,12 @@
-"""Rank processes that a module's tests share: they are configured anew for each layout instead of started anew."""
+"""Rank processes that tests share: they are configured anew for each layout instead of started anew."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from posttrain_core.config import AlgorithmConfig, DeepSpeedLearnerConfig
 from posttrain_core.learner import samples as sample_file
@@ -12,14 +15,29 @@ from posttrain_core.records import Sample
 
 
 class Ranks:
-    """A `RankGroup` with the learner's commands as methods."""
+    """A `RankGroup` with the learner's commands as methods; started when first used, and anew after a fault."""
 
     def __init__(self, num_ranks: int, scratch: Path) -> None:
         self.num_ranks, self._scratch = num_ranks, scratch
-        self.group = RankGroup(DeepSpeedLearnerConfig(num_ranks=num_ranks, threads_per_rank=1), scratch)
+        self._group: RankGroup | None = None
+
+    @property
+    def group(self) -> RankGroup:
+        if self._group is None:
+            config = DeepSpeedLearnerConfig(num_ranks=self.num_ranks, threads_per_rank=1)
+            self._group = RankGroup(config, self._scratch)
+        return self._group
 
     def call(self, name: str, **arguments: Any) -> Any:
-        return self.group.call({"call": name, **arguments})
+        try:
+            return self.group.call({"call": name, **arguments})
+        except BaseException:
+            self._group = None
+            raise
+
+    def stop(self) -> None:
+        if self._group is not None:
+            self._group.stop()
 
     def configure(self, algorithm: AlgorithmConfig | None = None, dtype: str = "float32", **settings: Any) -> None:
         config = DeepSpeedLearnerConfig.model_validate(
@@ -46,6 +64,16 @@ class Ranks:
         metrics: Mapping[str, float] = self.call("update", samples=str(path), seed=seed)
         return metrics
 
+    def reference_logprobs(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with their log-probabilities under the reference policy."""
+        arrays = sample_file.from_records(samples)
+        files = {"samples": str(self._scratch / "samples.npz"), "results": str(self._scratch / "logprobs.npy")}
+        sample_file.save(arrays, Path(files["samples"]))
+        self.call("reference_logprobs", **files)
+        values = np.load(files["results"])
+        rows = [tuple(values[arrays.span(number)].tolist()) for number in range(len(arrays))]
+        return [replace(sample, reference_logprobs=row) for sample, row in zip(samples, rows, strict=True)]
+
     def save(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         self.call("save_checkpoint", folder=str(folder))
@@ -64,7 +92,7 @@ class Ranks:
 def started(num_ranks: int, scratch: Path) -> Iterator[Ranks]:
     ranks = Ranks(num_ranks, scratch)
     yield ranks
-    ranks.group.stop()
+    ranks.stop()
 
 
 def whole_state(checkpoint: Path) -> dict[str, Any]:

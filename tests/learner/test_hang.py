@@ -8,20 +8,19 @@ import pytest
 
 from posttrain_core.errors import LearnerFault
 from tests.learner.llama import make_samples
-from tests.learner.rank_group import started
+from tests.learner.rank_group import Ranks
 
 pytest.importorskip("deepspeed")
 
 
-def test_a_rank_that_is_stopped_is_named_and_all_are_ended(policy: Path, tmp_path: Path) -> None:
-    with started(2, tmp_path) as ranks:
-        ranks.configure(zero_stage=2)
-        ranks.load(policy)
-        pids = ranks.group.pids
-        ranks.group.stall_seconds = 2.0
-        os.kill(pids[1], signal.SIGSTOP)
-        with pytest.raises(LearnerFault) as caught:
-            ranks.update(make_samples())
+def test_a_rank_that_is_stopped_is_named_and_all_are_ended(two: Ranks, policy: Path) -> None:
+    two.configure(zero_stage=2)
+    two.load(policy)
+    pids = two.group.pids
+    two.group.stall_seconds = 2.0
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(LearnerFault) as caught:
+        two.update(make_samples())
     text = str(caught.value)
     assert "no progress for 2 s (learner.stall_seconds)" in text
     assert text.index("learner rank 1 does not answer: it is stopped") < text.index("learner rank 0 is at")

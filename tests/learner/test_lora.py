@@ -1,19 +1,28 @@
 """Adapters: what is trained, published, stored and compared with."""
 
 import warnings
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from posttrain_core.config import AlgorithmConfig, KlConfig, LoraConfig, SftConfig
+from posttrain_core.config import (
+    AlgorithmConfig,
+    DeepSpeedLearnerConfig,
+    InProcessSamplerConfig,
+    KlConfig,
+    LoraConfig,
+    SftConfig,
+)
 from posttrain_core.errors import LearnerFault
 from posttrain_core.learner.deepspeed_learner import DeepSpeedLearner
 from posttrain_core.learner.protocol import Demonstration
+from posttrain_core.manifest import commit_folder, fetch_folder
 from posttrain_core.records import Message
+from posttrain_core.sampling.protocol import Probe
+from posttrain_core.store.memory import MemoryStore
 from tests.learner.llama import make_samples
-from tests.learner.rank_group import Ranks, started, whole_state
+from tests.learner.rank_group import Ranks, whole_state
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
@@ -21,19 +30,8 @@ pytest.importorskip("peft")
 
 FIRST, SECOND = make_samples(seed=1), make_samples(seed=2)
 LORA = LoraConfig(rank=4, alpha=8.0)
+ADAPTER = "adapter_model.safetensors"
 KL = AlgorithmConfig(kl=KlConfig(coefficient=0.5))
-
-
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with started(1, tmp_path_factory.mktemp("one")) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with started(2, tmp_path_factory.mktemp("two")) as ranks:
-        yield ranks
 
 
 def logits(model: object) -> "torch.Tensor":
@@ -98,21 +96,22 @@ def test_a_checkpoint_holds_the_adapters_only_and_resumes_under_another_layout(
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_the_reference_is_the_policy_without_its_adapters(stage: int, one: Ranks, policy: Path, tmp_path: Path) -> None:
-    """The divergence is measured against version 0, and using the reference changes nothing but the loss."""
-    one.configure(lora=LORA.model_dump(), zero_stage=stage, algorithm=KL)
-    one.load(policy)
-    assert one.update(FIRST, seed=1)["kl"] == pytest.approx(0.0, abs=1e-9)
-    with_reference = one.update(FIRST, seed=2)
-    assert with_reference["kl"] > 1e-4
-    checkpoint = one.save(tmp_path / "checkpoint")
-    one.configure(lora=LORA.model_dump(), zero_stage=stage, algorithm=KL)
-    one.resume(checkpoint, policy)
-    third = one.update(FIRST, seed=3)
-    assert third["kl"] > with_reference["kl"]
-    one.configure(lora=LORA.model_dump(), zero_stage=stage)
-    one.resume(checkpoint, policy)
-    alone = one.update(FIRST, seed=3)
+def test_the_reference_is_the_policy_without_its_adapters(stage: int, two: Ranks, policy: Path, tmp_path: Path) -> None:
+    """Its log-probabilities stay those of version 0, and asking for them changes nothing in the training."""
+    settings = {"lora": LORA.model_dump(), "zero_stage": stage}
+    two.configure(**settings, algorithm=KL)
+    two.load(policy)
+    reference = two.reference_logprobs(FIRST)
+    assert two.update(reference, seed=1)["kl"] == pytest.approx(0.0, abs=1e-9)
+    again = two.reference_logprobs(FIRST)
+    for row, other in zip(reference, again, strict=True):
+        assert other.reference_logprobs == pytest.approx(row.reference_logprobs, abs=1e-6)
+    checkpoint = two.save(tmp_path / "checkpoint")
+    third = two.update(again, seed=3)
+    assert third["kl"] > 1e-5
+    two.configure(**settings)
+    two.resume(checkpoint, policy)
+    alone = two.update(FIRST, seed=3)
     assert "kl" not in alone
     assert alone["entropy"] == third["entropy"]
 
@@ -126,8 +125,8 @@ def test_bfloat16_adapters_train(one: Ranks, policy: Path, tmp_path: Path) -> No
     assert all(tensor.dtype == torch.bfloat16 for tensor in merged.values())
 
 
-def test_supervised_training_of_adapters(policy: Path, tmp_path: Path) -> None:
-    from posttrain_core.config import DeepSpeedLearnerConfig
+def test_a_run_with_adapters_from_the_warm_start_to_the_sampler(policy: Path, tmp_path: Path) -> None:
+    from posttrain_core.sampling.inprocess import InProcessSampler
 
     config = DeepSpeedLearnerConfig(threads_per_rank=1, lora=LORA, zero_stage=1)
     demonstrations = [Demonstration((Message("user", f"{n}+1"),), str(n + 1)) for n in range(8)]
@@ -142,11 +141,17 @@ def test_supervised_training_of_adapters(policy: Path, tmp_path: Path) -> None:
         assert learner.score([1, 6, 13, 4, 18], [7, 2], 1.0) == learned
         assert learner.update(FIRST, seed=1)["num_steps"] == 1
         learner.export_policy(tmp_path / "v1")
-    assert (tmp_path / "v1/adapter/adapter_config.json").is_file()
+        probe = Probe((1, 6, 13, 4, 18), (7, 2), tuple(learner.score([1, 6, 13, 4, 18], [7, 2], 1.0)))
+    store = MemoryStore()
+    refs = commit_folder(store, "policy/", tmp_path / "v1", semantic=True)
+    fetched = fetch_folder(store, refs, "policy/", tmp_path / "cache")
+    assert {path.name for path in (fetched / "adapter").iterdir()} == {"adapter_config.json", ADAPTER}
+    with closing(InProcessSampler(InProcessSamplerConfig(device="cpu"))) as sampler:
+        sampler.load_policy(0, tmp_path / "v0")
+        sampler.load_policy(1, fetched, [probe])  # compared with what the learner says
 
 
 def test_modules_that_do_not_exist_are_named(one: Ranks, policy: Path) -> None:
-    """Last: the fault ends the ranks."""
     one.configure(lora=LoraConfig(target_modules=("query",)).model_dump())
     with pytest.raises(LearnerFault, match=r"learner\.lora\.target_modules.*query"):
         one.load(policy)

@@ -4,6 +4,7 @@ hosts' commands here."""
 import os
 import signal
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from posttrain_core.config import AlgorithmConfig, DeepSpeedLearnerConfig
-from posttrain_core.errors import LearnerFault
+from posttrain_core.errors import ConfigError, LearnerFault
 from posttrain_core.learner import connection
 from posttrain_core.learner.connection import Listener, connect
 from posttrain_core.learner.deepspeed_learner import DeepSpeedLearner
@@ -90,10 +91,51 @@ def test_a_hostfile_gives_the_same_results_as_local_ranks(
     assert weights[0] == weights[1] == weights[2]
 
 
+PARENT = """
+import sys
+from pathlib import Path
+from posttrain_core.config import AlgorithmConfig, DeepSpeedLearnerConfig
+from posttrain_core.learner.deepspeed_learner import DeepSpeedLearner
+from tests.learner.llama import make_samples
+
+config = DeepSpeedLearnerConfig(threads_per_rank=1, epochs=10_000, hostfile=sys.argv[3])
+learner = DeepSpeedLearner(config, AlgorithmConfig(), "float32", 8, Path(sys.argv[2]))
+learner.load_weights(Path(sys.argv[1]))
+print(*learner.pids, flush=True)
+learner.update(make_samples(), seed=0)
+"""
+
+
+def test_nothing_survives_a_parent_that_is_killed(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    (tmp_path / "hosts").write_text("localhost slots=1\n")
+    arguments = [sys.executable, "-c", PARENT, str(policy), str(tmp_path / "scratch"), str(tmp_path / "hosts")]
+    with subprocess.Popen(arguments, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        ranks = [int(word) for word in parent.stdout.readline().split()]
+        started = [
+            int(folder.name)
+            for folder in Path("/proc").iterdir()
+            if folder.name.isdigit() and str(tmp_path / "scratch").encode() in command_of(folder)
+        ]
+        assert set(ranks) < set(started)  # the launcher is among them
+        parent.kill()
+    wait_for_end(started)
+
+
+def command_of(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def test_slots_and_ranks_must_agree(make: Callable[..., DeepSpeedLearner]) -> None:
-    with pytest.raises(LearnerFault, match=r"has 3 slots, learner\.num_ranks is 2: make them equal"):
+    with pytest.raises(ConfigError, match=r"has 3 slots, learner\.num_ranks is 2: make them equal"):
         make("# two machines\na slots=1\nb slots=2\n", "three").start()
-    with pytest.raises(LearnerFault, match="HOST slots=N"):
+    with pytest.raises(ConfigError, match="HOST slots=N"):
         make("a b c\n", "wrong").start()
 
 
