@@ -35,6 +35,7 @@ HEAVY = {  # package: where it may be imported
     "boto3": {"store/s3"},
     "botocore": {"store/s3"},
     "reasoning_gym": {"verifiers/gym_worker"},
+    "vllm": {"sampling/vllm/worker_extension"},
     "prefect": set(),
 }
 SHARED_STAGES = {"context", "folders", "journal", "session"}  # what every stage is handed
