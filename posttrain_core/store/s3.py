@@ -47,7 +47,7 @@ PART_BYTES = 16 << 20  # what is larger travels in parts of at least this size
 _MAX_PARTS = 10_000  # of one upload; a limit of S3
 _THREADS = 8  # parts under way at a time
 _ATTEMPTS = 6
-_FAULTS = (ClientError, BotoCoreError, ResponseParserError, OSError)
+_FAULTS = (ClientError, BotoCoreError, ResponseParserError, ValueError, OSError)  # ValueError: a header broke off
 _ABSENT = {"NoSuchKey", "404", "NotFound"}
 _LOST = {"PreconditionFailed", "412"}
 _PAST_END = {"InvalidRange", "416"}
@@ -334,6 +334,9 @@ def _whole(answer: dict[str, Any], *names: str) -> dict[str, Any]:
     """The answer itself; a fault when a connection that broke among the headers left some out."""
     if missing := [name for name in names if name not in answer]:
         raise ResponseParserError(f"an answer without {', '.join(missing)}")
+    etag = answer.get("ETag", "")
+    if etag.startswith('"') and not (len(etag) > 1 and etag.endswith('"')):
+        raise ResponseParserError(f"an etag that broke off: {etag}")
     return answer
 
 

@@ -25,7 +25,7 @@ INTERNAL, SLOW = refusal("InternalError", 500), refusal("SlowDown", 503)
 TIMEOUT = ReadTimeoutError(endpoint_url="http://s3")
 UNREACHABLE = EndpointConnectionError(endpoint_url="http://s3")
 TRANSIENT = [INTERNAL, SLOW, TIMEOUT, UNREACHABLE, refusal("RequestTimeout", 400), refusal("Conflict", 409)]
-TRANSIENT += [refusal("BadDigest", 400)]
+TRANSIENT += [refusal("BadDigest", 400), ValueError("of botocore's parser, about a header that broke off")]
 
 
 class FakeS3:
