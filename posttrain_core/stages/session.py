@@ -85,7 +85,7 @@ class LearnerSession:
             names = [name for name, value in metrics.items() if update.metrics.get(name) != value]
             self.run.progress.note(
                 f"replaying update {iteration} gave other numbers than it did first ({', '.join(names[:4])}): "
-                "this machine, its thread count or its library versions differ; the run goes on from here"
+                "the machine, its threads, the learner's layout or library versions differ; the run goes on from here"
             )
 
 
