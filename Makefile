@@ -75,7 +75,7 @@ demo-seeds: install
 	for seed in 0 1 2 3 4; do $(BIN)/posttrain demo --folder demo-seeds --seed $$seed > /dev/null || exit 1; done
 	for seed in 0 1 2 3 4; do $(BIN)/posttrain report demo-$$seed --store demo-seeds/store | grep '^held-out'; done
 
-# Every schedule of the crash tests on a faulty S3 server, and 200 rounds of each race; about half an hour on one core.
+# Every schedule of the crash tests on a faulty S3 server, and 200 rounds of each race.
 .PHONY: soak
 soak: install-dev
 	POSTTRAIN_SOAK=1 $(BIN)/python -m pytest tests/crash/test_faulty_server.py tests/crash/test_races.py

@@ -9,6 +9,7 @@ import warnings
 import typer
 
 from flows.cli import export, model
+from flows.cli.alias import alias
 from flows.cli.bench import bench
 from flows.cli.care import delete, fork, fsck, gc
 from flows.cli.demo import demo
@@ -41,6 +42,7 @@ for command in (
     gc,
     fork,
     delete,
+    alias,
 ):
     app.command()(command)
 app.add_typer(export.app, name="export")

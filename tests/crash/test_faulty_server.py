@@ -31,8 +31,13 @@ from tests.crash.harness import kill, launch, nothing_computed_again, policy_dig
 from tests.crash.proxy import Fault, FaultyProxy, Schedule
 from tests.crash.test_kills import scripted
 
+# Where the headers of an answer broke off, botocore leaves the connection to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning"),
+]
 SOAK = bool(os.environ.get("POSTTRAIN_SOAK"))
-IN_PROCESS, WHOLE = (180, 20) if SOAK else (24, 2)
+IN_PROCESS, WHOLE = (180, 20) if SOAK else (16, 2)
 RATE = 0.15
 MAX_LIVES = 12
 LEASE_SECONDS = 3.0
