@@ -17,7 +17,7 @@ from posttrain_core.layout import Scope
 from posttrain_core.records import Purpose
 
 _FORMAT = ds.ParquetFileFormat()
-_NOTHING = pa.py_buffer(b"")
+_NOTHING = pa.allocate_buffer(0)
 _LAST = (1 << 20) - 1  # no run has more iterations
 _SPELLED_OUT = 8  # so many iterations are asked for one by one; more are listed
 

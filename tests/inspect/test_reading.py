@@ -197,9 +197,19 @@ def test_an_object_that_was_cut_off_is_named(made_up_store: Path) -> None:
 
 
 def test_a_reader_that_stops_early_leaves_nothing_behind(made_up_store: Path) -> None:
+    """Reads that are under way when the interpreter ends must not bring it down."""
     code = f"""
+import time
+from pathlib import Path
 from posttrain_core.inspect import Run
-run = Run({str(made_up_store)!r}, "large")
+from posttrain_core.store.local import LocalStore
+
+class SlowStore(LocalStore):
+    def get_range(self, key, start, length):
+        time.sleep(0.05)
+        return super().get_range(key, start, length)
+
+run = Run(SlowStore(Path({str(made_up_store)!r})), "large")
 rows = iter(run.rollouts())
 first = next(rows)
 assert run.sql("select text from rollouts limit 1").num_rows == 1
