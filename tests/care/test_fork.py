@@ -7,15 +7,19 @@ import pytest
 
 from posttrain_core import layout
 from posttrain_core.care import fork as forking
+from posttrain_core.care.fsck import check_run
+from posttrain_core.care.gc import remove_garbage
 from posttrain_core.config import RunConfig
 from posttrain_core.errors import ConfigError, RunConflict
 from posttrain_core.inspect import open_run, tables
+from posttrain_core.inspect.catalogue import Run
 from posttrain_core.inspect.report import report
 from posttrain_core.inspect.status import status
 from posttrain_core.layout import Scope
 from posttrain_core.manifest import parse_manifest
 from posttrain_core.store import open_store
 from tests.care.stores import digests, forked, iteration_of, train
+from tests.crash.harness import launch
 from tests.crash.test_kills import scripted
 
 
@@ -158,7 +162,7 @@ def test_a_taken_name_and_leftovers_are_refused(store: Path) -> None:
     left = store / "runs/ghost/plan/iteration=00002/shard=0000.parquet"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"of a run that is no more")
-    with pytest.raises(RunConflict, match=r"holds 1 objects of a run that is no more"):
+    with pytest.raises(RunConflict, match=r"holds 1 objects of another run"):
         forked(parent(store), 2, "ghost")
 
 
@@ -187,3 +191,31 @@ def test_retired_while_it_is_made(store: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(RunConflict, match="while it was being made; possible now: 0, 1, 3, 4"):
         forked(parent(store), 2, "twin")
     assert not (store / "runs/twin/run.json").exists()
+
+
+def test_of_a_live_run(tmp_path: Path) -> None:
+    """Its retention deletes while forks are made; whoever comes too late is told, and the others are whole."""
+    config = scripted(tmp_path, checkpoint={"every": 1, "keep_last": 1}, eval={"every": 9, "num_problems": 2})
+    process = launch(config, log=tmp_path / "log")
+    store, made = open_store(str(tmp_path)), []
+    try:
+        while process.poll() is None:
+            if len(made) == 6:
+                process.wait()
+                break
+            try:
+                versions = Run(store, "r").policy_versions
+                forked(config, versions[-1] if versions else 0, f"f{len(made)}")
+                made.append(f"f{len(made)}")
+            except (ConfigError, RunConflict):
+                continue
+    finally:
+        process.kill()
+    assert process.returncode == 0, (tmp_path / "log").read_text()[-2000:]
+    remove_garbage(store, 0)
+    assert made
+    assert [check_run(store, name).findings for name in ["r", *made]] == [[]] * (len(made) + 1)
+    last = Run(store, made[-1]).config
+    train(last)
+    shared = digests(tmp_path, "r")
+    assert {key: shared.get(key) for key in digests(tmp_path, last.run)} == digests(tmp_path, last.run)
