@@ -75,7 +75,7 @@ class Server(ABC):
                 await self._swap(version, await self._place(version, folder, digest))
             await self._prove(version, digest, probes)
         except OSError as error:
-            raise SamplerUnavailable(f"the weights of policy version {version} cannot be read: {error}") from error
+            raise SamplerUnavailable(f"{self.name} cannot be given policy version {version}: {error}") from error
         except ControlFault as fault:
             message = f"{self.name} failed while it was brought to policy version {version}: {fault}"
             raise SamplerUnavailable(f"{message}{self._given_up()}") from fault
@@ -122,8 +122,11 @@ class Server(ABC):
         finally:
             with contextlib.suppress(ControlFault):  # one that cannot resume fails its proof
                 await self._control.resume()
-        if refusals := [answer["error"] for answer in answers if "error" in answer]:
-            raise SamplerUnavailable(f"{self.name} refused policy version {version}: {refusals[0]}")
+        for answer in answers:
+            if "broken" in answer:
+                raise ControlFault(answer["broken"])
+            if "refused" in answer:
+                raise SamplerUnavailable(f"{self.name} refused policy version {version}: {answer['refused']}")
 
     async def _prove(self, version: int, digest: str, probes: Sequence[Probe]) -> None:
         """By what the workers report and by the log-probabilities of the probe tokens."""
@@ -132,6 +135,8 @@ class Server(ABC):
             if held != expected:
                 raise SamplerUnavailable(f"{self.name} reports that it holds {held or 'nothing'}, not {expected}")
         found = await asyncio.gather(*(self._probe(probe) for probe in probes))
+        if probes and not any(found):
+            raise SamplerUnavailable(f"no probe fits the context of {self.name}, {self.context_length} tokens")
         for probe, logprobs in zip(probes, found, strict=True):
             for index, (measured, stored) in enumerate(zip(logprobs, probe.logprobs, strict=False)):
                 if not abs(measured - stored) <= self._tolerance:

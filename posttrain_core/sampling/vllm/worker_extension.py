@@ -41,20 +41,23 @@ class WeightSwap:
         return held
 
     def posttrain_swap(self, version: str, folder: str) -> dict[str, str]:
-        """Load the weights in `folder`. Returns what is held then, or {"error": why not}."""
+        """Load the weights in `folder`. Returns what is held then.
+
+        Or {"refused": why}, with the model untouched, or {"broken": why}, with a model that must not be used again.
+        """
         try:
             problems = self._posttrain_problems(Path(folder))
         except Exception as error:
-            return {"error": f"the weights in {folder} cannot be read: {error}"}
+            return {"refused": f"the weights in {folder} cannot be read: {error}"}
         if problems:
             shown = "; ".join(problems[:SHOWN_PROBLEMS]) + ("; ..." if len(problems) > SHOWN_PROBLEMS else "")
-            return {"error": f"the weights in {folder} do not fit the model that is held: {shown}"}
+            return {"refused": f"the weights in {folder} do not fit the model that is held: {shown}"}
         self._posttrain_held_weights: dict[str, str] = {}
         try:
             digest = weights_digest(Path(folder))
             self._posttrain_load(folder)
         except Exception as error:
-            return {"error": f"loading {folder} failed half way ({type(error).__name__}: {error})"}
+            return {"broken": f"loading {folder} failed half way ({type(error).__name__}: {error})"}
         self._posttrain_held_weights = {"version": version, "digest": digest}
         return self._posttrain_held_weights
 
