@@ -113,7 +113,9 @@ class PlanConfig(Section):
     problems_per_iteration: int = semantic(16, "Problems (groups) in an iteration.", ge=1, le=100_000)
     group_size: int = semantic(8, "Rollouts of each problem.", ge=1, le=10_000)
     max_new_tokens: int = semantic(32, "Response tokens of a rollout at most.", ge=1, le=10_000_000)
-    temperature: float = semantic(1.0, "Of the sampling distribution; the learner recomputes under the same.", gt=0)
+    temperature: float = semantic(
+        1.0, "Of the sampling distribution; the learner recomputes under the same. vLLM knows none below 0.01.", ge=0.01
+    )
     repetition: RepetitionConfig | None = semantic(
         RepetitionConfig(), "Cut rollouts that repeat themselves; null lets them run to their limit."
     )
