@@ -133,12 +133,12 @@ class Engine:
         return checkpoints.fragments(self._engine, self._config.zero_stage, self.rank.number)
 
     def _state_dict(self) -> dict[str, Tensor]:
-        """All weights on the CPU, tied ones once; under ZeRO 3 only rank 0 gets them (all ranks must call)."""
+        """All weights on the CPU, tied ones once. Only rank 0 gets them; all ranks must call."""
         module = self._engine.module
         if self._config.zero_stage == 3:
             gathered = self._engine._zero3_consolidated_16bit_state_dict()
         else:
-            gathered = module.state_dict()
+            gathered = module.state_dict() if self.rank.number == 0 else {}
         prefix = self._lora.PREFIX if self._lora is not None else ""
         tied = {prefix + name for name in module.all_tied_weights_keys}
         return {

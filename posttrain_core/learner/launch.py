@@ -180,6 +180,8 @@ class HostsLaunch:
         return f"hung up; the end of the launcher's log {self._log}:\n{tail(self._log)}\n"
 
     def stop(self, grace: float) -> None:
+        if not self._folder.exists():
+            return
         self._listener.close()
         for rank in self._found.values():
             rank.connection.close()
