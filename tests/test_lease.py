@@ -150,11 +150,12 @@ class Flaky:
         return new
 
 
-@pytest.fixture(params=["memory", "s3"])
+@pytest.fixture(params=["memory", "moto", "radosgw"])
 def remote(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     if request.param == "memory":
         return MemoryStore()
-    return S3Store(request.getfixturevalue("s3_client"), BUCKET, tmp_path.name)
+    client = request.getfixturevalue({"moto": "s3_client", "radosgw": "rados_client"}[request.param])
+    return S3Store(client, BUCKET, tmp_path.name)
 
 
 def test_a_living_holder_is_not_disturbed(remote: ObjectStore) -> None:

@@ -1,7 +1,10 @@
 """How a store is pointed at a server: everything by the standard AWS chain, and nothing of it to be seen afterwards."""
 
 import io
+import json
 import logging
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +95,30 @@ def test_a_profile_brings_credentials_region_endpoint_and_addressing_style(
 def signed_url(store: Any) -> str:
     url: str = store._client.generate_presigned_url("get_object", Params={"Bucket": BUCKET, "Key": "key"})
     return url
+
+
+class Role(BaseHTTPRequestHandler):
+    """The end of a container's role."""
+
+    def do_GET(self) -> None:
+        keys = {"AccessKeyId": SECRETS[0], "SecretAccessKey": SECRETS[1], "Token": SECRETS[2]}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(keys | {"Expiration": "2100-01-01T00:00:00Z"}).encode())
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+
+def test_a_role_brings_credentials(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On moto, which believes any credentials: the point is that there are some."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Role) as server:
+        threading.Thread(target=server.serve_forever).start()
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{server.server_port}/")
+        assert works(open_store(s3_url))
+        server.shutdown()
 
 
 def test_no_credentials_at_all(rados_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
