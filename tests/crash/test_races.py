@@ -21,7 +21,7 @@ NUM_PROCESSES = 8
 ROUNDS = {"4 KiB": 40, "6 MiB": 4, "lease": 4, "alias": 40}
 if os.environ.get("POSTTRAIN_SOAK"):
     ROUNDS = dict.fromkeys(ROUNDS, 200)
-RATE = 0.3
+RATE = 0.15
 
 
 @pytest.fixture(scope="module")
