@@ -17,6 +17,7 @@ from flows.cli.doctor import doctor
 from flows.cli.looking import diff, report, rollouts, show, sql, status
 from flows.cli.run import resume, run
 from flows.cli.template import init
+from flows.cli.view import view
 from posttrain_core.errors import PosttrainError
 from posttrain_core.inspect.text import visible
 
@@ -36,6 +37,7 @@ for command in (
     rollouts,
     sql,
     diff,
+    view,
     doctor,
     bench,
     fsck,

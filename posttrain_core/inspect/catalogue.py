@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from difflib import get_close_matches
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,14 @@ class Run:
         self.store = CountedStore(open_store(store) if isinstance(store, str) else store)
         self.name = name or _newest(self.store)
         self._manifests: dict[str, Manifest] = {}
+
+    def renewed(self) -> Run:
+        """The run as it is by now. What was read of it and cannot change is kept, and shared with this one."""
+        _ = self.footers
+        found = copy(self)
+        for name in ("committed", "record", "config"):
+            found.__dict__.pop(name, None)
+        return found
 
     @cached_property
     def record(self) -> dict[str, Any]:

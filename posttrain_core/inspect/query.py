@@ -52,12 +52,12 @@ def sql(run: Run, query: str, parameters: Sequence[Any] = ()) -> pa.Table:
 
 
 def pick(
-    run: Run, columns: Sequence[str], where: str, parameters: Sequence[Any], order: str, limit: int = 0
+    run: Run, columns: Sequence[str], where: str, parameters: Sequence[Any], order: str, limit: int = 0, start: int = 0
 ) -> pa.Table:
-    """Rows of `rollouts` in an order; `where` ("" is all) and `order` are SQL; no limit is 0. Which rows is decided by
-    the columns that those two name; the others are read of these rows alone."""
+    """Rows of `rollouts` in an order, from place `start` on; `where` ("" is all) and `order` are SQL; no limit is 0.
+    Which rows is decided by the columns that those two name; the others are read of these rows alone."""
     first = f"select rollout_id, iteration, purpose from rollouts {'where' if where else ''} {where} order by {order}"
-    places = sql(run, f"{first} limit {limit}" if limit else first, parameters)
+    places = sql(run, f"{first} limit {limit} offset {start}" if limit else f"{first} offset {start}", parameters)
     ids, iterations, purposes = (places[name].combine_chunks() for name in places.column_names)
     chosen = {"iteration": iterations.unique().to_pylist(), "purpose": purposes.unique().to_pylist()}
     rows = run.rollouts(*dict.fromkeys(["rollout_id", *columns]), **chosen)

@@ -34,7 +34,7 @@ def show(run: Run, rollout_id: str, tokens: bool = True) -> str:
     lines += section("verdict", _verdict(find(run, rollout_id, Verdict)))
     lines += section("learned from", _sample(find(run, rollout_id, Sample)))
     if tokens:
-        lines += section("response tokens", _tokens(rollout, _token_texts(run, rollout.response_ids)))
+        lines += section("response tokens", _tokens(rollout, token_texts(run, rollout.response_ids)))
     return "\n".join(lines).rstrip("\n")
 
 
@@ -121,7 +121,7 @@ def _tokens(rollout: Rollout, texts: list[str]) -> Iterator[str]:
         yield f"  {place:5d} {token:7d} {logprob:10.4f}  {'yes' if mask else 'no':12}  {visible(text)}".rstrip()
 
 
-def _token_texts(run: Run, ids: tuple[int, ...]) -> list[str]:
+def token_texts(run: Run, ids: tuple[int, ...]) -> list[str]:
     """By the tokenizer that lies with policy version 0; empty texts where there is none, or no package to read it."""
     policy = find_manifest(run.store, layout.start_manifest(run.name, "publish"))
     files = policy.named("/tokenizer.json") if policy is not None else []

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -45,9 +45,10 @@ class Timing:
     num_processes: int
 
 
-def intervals(run: Run) -> list[Interval]:
-    """Every computation that left telemetry, by its start. A record that was lost with its machine is missing."""
-    keys = [info.key for purpose in Purpose for info in run.store.list(_folder(run.name, purpose))]
+def intervals(run: Run, iterations: range | None = None) -> list[Interval]:
+    """Every computation that left telemetry, by its start: all, or those of some iterations (one after the other) and
+    of the evaluations with their numbers. A record that was lost with its machine is missing."""
+    keys = [key for purpose in Purpose for key in _keys(run, purpose, iterations)]
     with ThreadPoolExecutor() as pool:
         found = [
             _interval(key, _purpose(run.name, key), record)
@@ -75,6 +76,16 @@ def covered(found: Iterable[Interval]) -> float:
         total += max(0.0, interval.ended - max(interval.started, reached))
         reached = max(reached, interval.ended)
     return total
+
+
+def _keys(run: Run, purpose: Purpose, iterations: range | None) -> Iterator[str]:
+    folder = _folder(run.name, purpose)
+    first = f"{folder}iteration={iterations.start:05d}/" if iterations is not None else ""
+    for info in run.store.list(folder, first):
+        match = _ITERATION.search(info.key)
+        if iterations is not None and match is not None and int(match[1]) >= iterations.stop:
+            return
+        yield info.key
 
 
 def _record(data: bytes) -> dict[str, Any] | None:
