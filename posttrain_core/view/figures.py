@@ -10,6 +10,7 @@ from posttrain_core.view.text import address, label
 
 # Okabe and Ito's, told apart by colour-blind people; those with enough contrast on light and on dark.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_GREY = "#8a8a8a"
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _MARKERS = ("circle", "square", "diamond", "triangle-up")
 _ORDER = ("sft", "start", *STAGES)
@@ -47,7 +48,7 @@ def reward_figure(rows: list[MeanReward]) -> Figure:
         steps = [row.iteration for row in found]
         text = [f"{label(domain)}, iteration {row.iteration}: {_interval(row)}" for row in found]
         data += _band(steps, [row.low for row in found], [row.high for row in found], _colour(number), domain)
-        data.append(_line(number, domain, steps, [row.mean for row in found], text, _DASHES))
+        data.append(_line(number, domain, steps, [row.mean for row in found], text))
     last = [f"{row.domain} {row.mean:.3f}" for row in _last_of_each(rows)]
     summary = f"Mean reward by iteration; last: {', '.join(last)}." if last else "No iteration is verified yet."
     return Figure("Training reward by iteration", summary, data, _axes("iteration", "mean reward"))
@@ -65,9 +66,9 @@ def held_out_figure(rows: list[Evaluation]) -> Figure:
             f"{row.num_rollouts} rollouts of {row.num_problems} problems"
             for row in found
         ]
-        place = number if "" in domains else number + 1
-        data += _band(steps, [row.low for row in found], [row.high for row in found], _colour(place - 1), name)
-        data.append(_line(place - 1, name, steps, [row.pass_rate for row in found], text, _DASHES))
+        place = number - 1 if "" in domains else number  # a domain has one colour in both charts
+        data += _band(steps, [row.low for row in found], [row.high for row in found], _colour(place), name)
+        data.append(_line(place, name, steps, [row.pass_rate for row in found], text))
     last = [f"{row.domain or 'all domains'} {row.pass_rate:.3f}" for row in rows if row.version == rows[-1].version]
     summary = f"Held-out pass rate by policy version; last: {', '.join(last)}." if last else "Nothing is evaluated yet."
     layout = _axes("policy version", "pass rate")
@@ -98,7 +99,12 @@ def heat_map(run: str, found: PassRates, purpose: str) -> Figure:
         "zmax": 1,
         "xgap": 1,
         "ygap": 1,
-        "colorbar": {"title": {"text": "pass rate"}, "thickness": 10, "outlinewidth": 0, "tickformat": ".0%"},
+        "colorbar": {
+            "title": {"text": "pass rate", "side": "right"},
+            "thickness": 10,
+            "outlinewidth": 0,
+            "tickformat": ".0%",
+        },
     }
     layout = _axes("iteration" if purpose == "train" else "policy version", "")
     layout["xaxis"] |= {"type": "category", "showgrid": False}
@@ -114,12 +120,14 @@ def heat_map(run: str, found: PassRates, purpose: str) -> Figure:
         for problem in found.problems
     ]
     summary = f"{len(found.problems)} problems in {len(steps)} {word}s." if steps else "Nothing is judged yet."
-    return Figure("Pass rate by problem", summary, [data] if steps else [], layout, links)
+    return Figure(
+        f"{'Training' if purpose == 'train' else 'Held-out'} problems", summary, [data] if steps else [], layout, links
+    )
 
 
 def timeline_figure(found: Schedule) -> Figure:
     names = sorted({bar.interval.stage for bar in found.bars if bar.interval is not None}, key=_stage_place)
-    data = [_bars("idle", found.idle, "#999999", "/")] if found.bars else []
+    data = [_bars("idle", found.idle, _GREY, "/")] if found.bars else []
     for name in reversed(names):
         bars = [bar for bar in found.bars if bar.interval is not None and bar.interval.stage == name]
         data.append(_bars(name, bars, _colour(_stage_place(name)), ""))
@@ -150,14 +158,16 @@ def time_figure(found: Schedule) -> Figure:
         "y": names,
         "x": [shares[name] for name in names],
         "text": [f"{_time(shares[name])} ({shares[name] / total:.0%})" for name in names],
-        "textposition": "auto",
+        "textposition": "outside",
+        "cliponaxis": False,
         "hoverinfo": "skip",
         "marker": {
-            "color": ["#999999" if name == "idle" else _colour(_stage_place(name)) for name in names],
+            "color": [_GREY if name == "idle" else _colour(_stage_place(name)) for name in names],
             "pattern": {"shape": ["/" if name == "idle" else "" for name in names]},
         },
     }
     layout = _axes("seconds", "") | {"height": 110 + 30 * max(1, len(names)), "showlegend": False}
+    layout["xaxis"] |= {"range": [0, 1.35 * max([*shares.values(), 1e-3])]}  # room for the words
     layout["yaxis"] |= {"type": "category", "automargin": True, "showgrid": False}
     parts = [f"{name} {_time(shares[name])}" for name in reversed(names)]
     summary = f"Of {_time(total)}: {', '.join(parts)}. Stages overlap." if names else "No telemetry."
@@ -173,15 +183,13 @@ def metric_figures(series: dict[str, list[tuple[int, float]]]) -> list[Figure]:
 def _metric(title: str, points: list[tuple[int, float]]) -> Figure:
     steps, values = [step for step, _ in points], [value for _, value in points]
     text = [f"iteration {step}: {value:.6g}" for step, value in points]
-    line = _line(0, title, steps, values, text, _DASHES)
+    line = _line(0, title, steps, values, text)
     layout = _axes("iteration", "") | {"height": 190, "showlegend": False}
     layout["yaxis"] |= {"exponentformat": "power", "nticks": 5}
     return Figure(label(title), f"last: {values[-1]:.4g}", [line], layout)
 
 
-def _line(
-    number: int, name: str, x: list[int], y: list[float], text: list[str], dashes: tuple[str, ...]
-) -> dict[str, Any]:
+def _line(number: int, name: str, x: list[int], y: list[float], text: list[str]) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(x) <= 60 else "lines",
@@ -190,7 +198,7 @@ def _line(
         "y": y,
         "text": text,
         "hoverinfo": "text",
-        "line": {"color": _colour(number), "width": 2, "dash": dashes[number % len(dashes)]},
+        "line": {"color": _colour(number), "width": 2, "dash": _DASHES[number % len(_DASHES)]},
         "marker": {"size": 6, "symbol": _MARKERS[number % len(_MARKERS)]},
     }
 
@@ -247,7 +255,7 @@ def _describe(bar: Bar) -> str:
 
 def _axes(x: str, y: str) -> dict[str, Any]:
     return {
-        "xaxis": {"title": {"text": x}, "zeroline": False},
+        "xaxis": {"title": {"text": x}, "zeroline": False} | ({} if x == "seconds" else {"tickformat": "d"}),
         "yaxis": {"title": {"text": y}, "zeroline": False},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
         "margin": {"l": 48, "r": 12, "t": 28, "b": 44},
@@ -271,7 +279,8 @@ def _stage_place(name: str) -> int:
 
 
 def _colour(number: int) -> str:
-    return _COLOURS[number % len(_COLOURS)]
+    """Of a domain or stage; -1 is what is about all of them, or none."""
+    return _GREY if number < 0 else _COLOURS[number % len(_COLOURS)]
 
 
 def _faint(colour: str) -> str:

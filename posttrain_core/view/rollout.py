@@ -13,6 +13,7 @@ from posttrain_core.schema import parse_problem
 
 # Chances that the sampler gave a token, from one colour to the next; the least likely have the last one.
 CHANCES = (0.9, 0.5, 0.1, 0.01)
+_LINE = 100  # characters of JSON up to which it stays on one line
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,10 @@ def tool_calls(text: str) -> list[dict[str, str]]:
 
 def as_text(value: Any) -> str:
     """A value of a payload or of evidence."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1)
+    if isinstance(value, str):
+        return value
+    short = json.dumps(value, ensure_ascii=False)
+    return short if len(short) <= _LINE else json.dumps(value, ensure_ascii=False, indent=1)
 
 
 def _call(call: Any) -> dict[str, str]:

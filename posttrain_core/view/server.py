@@ -31,6 +31,7 @@ def _listen(host: str, port: int) -> socket.socket:
         found = socket.socket(family, kind, number)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
+        found.listen()  # who reads the address may connect at once
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port} ({error}); choose another --host or --port") from error
     return found
