@@ -16,7 +16,7 @@ from flows.scratch import scratch_folder
 from posttrain_core.config import RunConfig
 from posttrain_core.errors import StoreError
 from posttrain_core.inspect.catalogue import open_run
-from posttrain_core.sampling.protocol import Completion, SampleRequest
+from posttrain_core.sampling.protocol import Completion, OnDone, SampleRequest
 from posttrain_core.sampling.scripted import ScriptedSampler
 from posttrain_core.sandbox.embedded import EmbeddedSandbox
 from posttrain_core.sandbox.protocol import Limits, ProgramRequest, ProgramResult
@@ -35,7 +35,7 @@ class CountingSampler(ScriptedSampler):
         self.second = threading.Event()
         self._calls = 0
 
-    def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+    def sample(self, requests: Sequence[SampleRequest], on_done: OnDone | None = None) -> list[Completion]:
         self._calls += 1
         if self._calls == 2:
             self.second.set()
