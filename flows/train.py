@@ -20,7 +20,7 @@ from flows import pipeline
 from flows.pipeline import Services, open_services
 from flows.scratch import scratch_folder
 from posttrain_core.config import RunConfig
-from tasks.artifacts import curve_artifact, iteration_artifact
+from tasks.artifacts import curve_artifact, iteration_artifact, view_artifact
 from tasks.prefect_runner import PrefectRunner
 
 _OPEN: ContextVar[Services | None] = ContextVar("open_services", default=None)
@@ -44,6 +44,7 @@ def _run_name() -> str:
 def train(config: RunConfig) -> int:
     """Start or resume a run and go on until its stop rule holds. Returns the last policy version."""
     with services_for(config) as services:
+        view_artifact(services.run)
         version = pipeline.train(services, PrefectRunner(config.prefect), block=_as_subflow)
         curve_artifact(services.run)
         get_run_logger().info("run %s is at policy version %d", config.run, version)

@@ -1,8 +1,12 @@
-"""What a flow run shows in the Prefect UI: a table and the reward curve after each iteration, a picture at the end."""
+"""What a flow run shows in the Prefect UI: how to look at the run, a table and a line of bars after each iteration, the
+curve as a picture at the end."""
 
 import base64
+import os
+import shlex
 import tempfile
 from pathlib import Path
+from urllib.parse import quote
 
 from prefect.artifacts import create_image_artifact, create_markdown_artifact
 
@@ -12,8 +16,22 @@ from posttrain_core.inspect.report import report
 from posttrain_core.layout import Scope
 from posttrain_core.stages.context import Run
 
+VIEW_URL = "POSTTRAIN_VIEW_URL"  # the address of a viewer that everybody who reads the UI can reach
+
 _BARS = "▁▂▃▄▅▆▇█"
 _WINDOW = 40  # iterations in the sparkline
+
+
+def view_artifact(run: Run) -> None:
+    """Where this run can be looked at."""
+    create_markdown_artifact(f"**{run.name}**: {view_line(run)}\n", key=artifact_key(run.name, "view"))
+
+
+def view_line(run: Run) -> str:
+    """The command that shows the run; a link before it where `VIEW_URL` says where a viewer is."""
+    command = f"`posttrain view {shlex.quote(run.store.url)}`"
+    base = os.environ.get(VIEW_URL, "").strip().rstrip("/")
+    return f"[open in the viewer]({base}/runs/{quote(run.name, safe='')}), or {command}" if base else command
 
 
 def iteration_artifact(run: Run, iteration: int) -> None:
@@ -40,7 +58,7 @@ def iteration_markdown(run: Run, iteration: int) -> str:
     rewards = [metrics.get("reward_mean", 0.0) for metrics in verdicts]
     numbers = {**verdicts[-1], **run.manifest(Scope(iteration), "update").metrics}
     rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in numbers.items())
-    head = f"**{run.name}, iteration {iteration}**\n\nReward: `{sparkline(rewards)}`"
+    head = f"**{run.name}, iteration {iteration}**\n\nReward: `{sparkline(rewards)}`\n\nLook at it: {view_line(run)}"
     return f"{head}\n\n| metric | value |\n|---|---|\n{rows}\n"
 
 

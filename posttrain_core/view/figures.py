@@ -1,5 +1,6 @@
 """Charts as Plotly takes them, in JSON. Colours of the page (text, grid, background) are the page's own."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,10 +9,11 @@ from posttrain_core.inspect.evaluation import Evaluation
 from posttrain_core.view.summaries import Bar, MeanReward, PassRates, Schedule
 from posttrain_core.view.text import address, label
 
-# Okabe and Ito's, told apart by colour-blind people; those with enough contrast on light and on dark.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+# After Okabe and Ito: told apart by colour-blind people, on light and on dark paper; lines differ in dashes too.
+_COLOURS = ("#1784cc", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _GREY = "#8a8a8a"
 _DASHES = ("solid", "dash", "dot", "dashdot")
+_FEW = 10  # steps that each have a tick
 _MARKERS = ("circle", "square", "diamond", "triangle-up")
 _ORDER = ("sft", "start", *STAGES)
 
@@ -51,7 +53,12 @@ def reward_figure(rows: list[MeanReward]) -> Figure:
         data.append(_line(number, domain, steps, [row.mean for row in found], text))
     last = [f"{row.domain} {row.mean:.3f}" for row in _last_of_each(rows)]
     summary = f"Mean reward by iteration; last: {', '.join(last)}." if last else "No iteration is verified yet."
-    return Figure("Training reward by iteration", summary, data, _axes("iteration", "mean reward"))
+    return Figure(
+        "Training reward by iteration",
+        summary,
+        data,
+        _axes("iteration", "mean reward", {row.iteration for row in rows}),
+    )
 
 
 def held_out_figure(rows: list[Evaluation]) -> Figure:
@@ -71,7 +78,7 @@ def held_out_figure(rows: list[Evaluation]) -> Figure:
         data.append(_line(place, name, steps, [row.pass_rate for row in found], text))
     last = [f"{row.domain or 'all domains'} {row.pass_rate:.3f}" for row in rows if row.version == rows[-1].version]
     summary = f"Held-out pass rate by policy version; last: {', '.join(last)}." if last else "Nothing is evaluated yet."
-    layout = _axes("policy version", "pass rate")
+    layout = _axes("policy version", "pass rate", {row.version for row in rows})
     layout["yaxis"] |= {"range": [-0.02, 1.02]}
     return Figure("Held-out pass rate by policy version", summary, data, layout)
 
@@ -111,7 +118,7 @@ def heat_map(run: str, found: PassRates, purpose: str) -> Figure:
     layout["yaxis"] |= {"autorange": "reversed", "showgrid": False, "automargin": True}
     names = [label(_short(problem)) for problem in found.problems]
     layout["yaxis"] |= {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": names}
-    layout["height"] = 130 + 16 * max(4, len(found.problems))
+    layout["height"] = 130 + 16 * max(8, len(found.problems))
     links = [
         [
             address("runs", run, "rollouts", purpose=purpose, iteration=step, problem=problem)
@@ -184,8 +191,8 @@ def _metric(title: str, points: list[tuple[int, float]]) -> Figure:
     steps, values = [step for step, _ in points], [value for _, value in points]
     text = [f"iteration {step}: {value:.6g}" for step, value in points]
     line = _line(0, title, steps, values, text)
-    layout = _axes("iteration", "") | {"height": 190, "showlegend": False}
-    layout["yaxis"] |= {"exponentformat": "power", "nticks": 5}
+    layout = _axes("iteration", "", steps) | {"height": 190, "showlegend": False}
+    layout["yaxis"] |= {"exponentformat": "e", "minexponent": 5, "nticks": 5, "automargin": True}
     return Figure(label(title), f"last: {values[-1]:.4g}", [line], layout)
 
 
@@ -253,9 +260,11 @@ def _describe(bar: Bar) -> str:
     return f"{label(each.stage)}, {scope}, shard {each.shard}<br>{_time(bar.seconds)} on {label(each.host)}"
 
 
-def _axes(x: str, y: str) -> dict[str, Any]:
+def _axes(x: str, y: str, steps: Collection[int] = ()) -> dict[str, Any]:
+    """`steps`: the iterations or versions along x, which have nothing between them."""
+    few = {"tick0": 0, "dtick": 1} if steps and max(steps) - min(steps) < _FEW else {}
     return {
-        "xaxis": {"title": {"text": x}, "zeroline": False} | ({} if x == "seconds" else {"tickformat": "d"}),
+        "xaxis": {"title": {"text": x}, "zeroline": False} | few,
         "yaxis": {"title": {"text": y}, "zeroline": False},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
         "margin": {"l": 48, "r": 12, "t": 28, "b": 44},

@@ -6,9 +6,11 @@ const style = (name) => getComputedStyle(document.documentElement).getPropertyVa
 
 // --- charts ---
 
+const touched = matchMedia("(pointer: coarse)").matches;
+
 function themed(layout) {
   const ink = style("--ink"), line = style("--line"), soft = style("--soft");
-  const axis = { gridcolor: line, linecolor: line, tickcolor: line, color: soft, fixedrange: false };
+  const axis = { gridcolor: line, linecolor: line, tickcolor: line, color: soft, fixedrange: touched };
   return {
     ...layout,
     paper_bgcolor: "rgba(0,0,0,0)",
@@ -19,6 +21,7 @@ function themed(layout) {
     yaxis: { ...axis, ...layout.yaxis },
     shapes: (layout.shapes || []).map((each) => ({ ...each, line: { ...each.line, color: soft } })),
     autosize: true,
+    dragmode: touched ? false : "zoom", // a finger scrolls the page
   };
 }
 
