@@ -1,7 +1,7 @@
 """`posttrain bench --engines`: the vLLM sampler against the in-process one, and what keeping engines warm is worth.
 
-Both samplers hold the same policy and answer the same requests, one after the other in one run of the command; every
-figure is the median of several repetitions after one that does not count.
+Both samplers hold the same policy and answer the same requests, one after the other in one run of the command. Rates
+and swaps are medians of several repetitions, of rates one more that does not count; the start is measured once.
 """
 
 import os
@@ -76,7 +76,7 @@ def compare(config: RunConfig, scratch: Path, max_new_tokens: int, note: Callabl
 
 def two_versions(folder: Path, other: Path) -> tuple[Path, Path]:
     """The policy and a copy whose weights are all a little larger."""
-    from safetensors.numpy import load_file, save_file
+    from safetensors.torch import load_file, save_file
 
     other.mkdir(parents=True)
     for path in folder.iterdir():

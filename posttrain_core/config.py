@@ -113,9 +113,7 @@ class PlanConfig(Section):
     problems_per_iteration: int = semantic(16, "Problems (groups) in an iteration.", ge=1, le=100_000)
     group_size: int = semantic(8, "Rollouts of each problem.", ge=1, le=10_000)
     max_new_tokens: int = semantic(32, "Response tokens of a rollout at most.", ge=1, le=10_000_000)
-    temperature: float = semantic(
-        1.0, "Of the sampling distribution; the learner recomputes under the same. vLLM knows none below 0.01.", ge=0.01
-    )
+    temperature: float = semantic(1.0, "Of the sampling distribution; the learner recomputes under the same.", gt=0)
     repetition: RepetitionConfig | None = semantic(
         RepetitionConfig(), "Cut rollouts that repeat themselves; null lets them run to their limit."
     )
@@ -377,6 +375,9 @@ class RunConfig(Section):
                 f"sampler.type {self.sampler.type!r} does not go with learner.type {self.learner.type!r}: "
                 "scripted and numpy are for each other, inprocess and vllm go with deepspeed"
             )
+        for name, temperature in (("plan", self.plan.temperature), ("eval", self.eval.temperature)):
+            if self.sampler.type == "vllm" and temperature and not 0.01 <= temperature <= 2:
+                raise ValueError(f"{name}.temperature is {temperature}: vLLM samples at 0.01 to 2 only")
         if self.sampler.type != "scripted" and not self.model.path:
             raise ValueError("model.path is empty: name a local Hugging Face model folder or a hub id")
         return self

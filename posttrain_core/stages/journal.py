@@ -2,14 +2,13 @@
 
 A shard of long rollouts takes long. When the process is killed, those that had finished are in the journal, and the
 next process takes them from there instead of making them again. Parts are tables outside the table prefixes; once the
-shard is committed they are deleted.
+shard is committed they are deleted (by `posttrain gc` where the process died in between).
 """
 
 import threading
 from types import TracebackType
 
 from posttrain_core import layout
-from posttrain_core.errors import PosttrainError
 from posttrain_core.layout import Scope
 from posttrain_core.manifest import Fingerprint, commit_table, find_table, read_table
 from posttrain_core.records import Rollout
@@ -72,7 +71,7 @@ class Journal:
             self._flush()
 
     def _flush(self) -> None:
-        """A store that fails here fails the shard's commit too, or has recovered by then: noted, not raised."""
+        """What fails here is noted and tried again with the next ones: a store that is really gone fails the commit."""
         with self._lock:
             rollouts, self._pending = self._pending, []
         if not rollouts:
@@ -80,5 +79,7 @@ class Journal:
         key = f"{self._prefix}{len(self._keys):04d}.{new_attempt()}.parquet"
         try:
             self._keys.append(commit_table(self._run.store, key, "rollouts", rollouts, self._expected).key)
-        except PosttrainError as error:
+        except Exception as error:
+            with self._lock:
+                self._pending = rollouts + self._pending
             self._run.progress.note(f"{self._scope}: {len(rollouts)} finished rollouts are not journalled: {error}")

@@ -191,6 +191,8 @@ def _environment(launch: VllmLaunchConfig, index: int, api_key: str, on_cpu: boo
     if on_cpu:
         cores = _cores(launch, index)
         environment["OMP_NUM_THREADS"] = str(len(cores[0]))
+        # Threads that spin while they wait slow a shared machine down several times.
+        environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "passive")
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in cores)
     else:
         environment["CUDA_VISIBLE_DEVICES"] = _devices(launch, index)
