@@ -92,8 +92,7 @@ class S3Store:
     def get_range(self, key: str, start: int, length: int) -> bytes:
         if length <= 0:
             return b""
-        data, _, _ = self._read(key, f"bytes={start}-{start + length - 1}" if start >= 0 else f"bytes={start}")
-        return data[:length]
+        return self._read(key, start, length)[0]
 
     def put(self, key: str, data: bytes) -> None:
         self._try("put", key, lambda: self._write(key, data))
@@ -160,8 +159,9 @@ class S3Store:
         answer = self._client.put_object(**self._at(key), Body=data, ContentMD5=_md5(data), **condition)
         return str(_whole(answer, "ETag")["ETag"]).strip('"')
 
-    def _read(self, key: str, span: str, **condition: str) -> tuple[bytes, int, str]:
-        """The bytes of a range, empty past the end; the object's size and etag."""
+    def _read(self, key: str, start: int, length: int, **condition: str) -> tuple[bytes, int, str]:
+        """The bytes of a range, empty past the end; the object's size and etag. A negative start is from the end."""
+        span = f"bytes={start}-{start + length - 1}" if start >= 0 else f"bytes={start}"
 
         def call() -> tuple[bytes, int, str]:
             try:
@@ -175,12 +175,15 @@ class S3Store:
             etag = _whole(answer, "ETag")["ETag"].strip('"')
             if span_read := _RANGE.fullmatch(answer.get("ContentRange", "")):
                 first, last, size = map(int, span_read.groups())
-            else:  # the server leaves ranges alone
+                skip = 0
+            elif answer["ResponseMetadata"]["HTTPStatusCode"] == 200:  # the server leaves ranges alone
                 size = _whole(answer, "ContentLength")["ContentLength"]
-                first, last = 0, size - 1
+                first, last, skip = 0, size - 1, start
+            else:
+                raise ResponseParserError("a part of an object without Content-Range")
             if len(data) != last - first + 1:
                 raise ResponseParserError(f"{len(data)} bytes instead of {last - first + 1}")
-            return data, size, etag
+            return data[skip:][:length], size, etag
 
         return self._try("get", key, call)
 
@@ -192,11 +195,11 @@ class S3Store:
 
     def _download(self, key: str, take: Callable[[int, bytes], object]) -> str:
         """Hand over the object's bytes with their offsets, from several threads when it is large. Returns its etag."""
-        first, size, etag = self._read(key, f"bytes=0-{PART_BYTES - 1}")
+        first, size, etag = self._read(key, 0, PART_BYTES)
         take(0, first)
 
         def fetch(start: int) -> None:
-            take(start, self._read(key, f"bytes={start}-{start + PART_BYTES - 1}", IfMatch=etag)[0])
+            take(start, self._read(key, start, PART_BYTES, IfMatch=etag)[0])
 
         _in_parallel(fetch, range(len(first), size, PART_BYTES))
         return etag

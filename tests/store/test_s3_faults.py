@@ -1,5 +1,6 @@
 """The S3 store over a client whose answers are chosen: what is tried again, settled by reading, or final."""
 
+import hashlib
 import io
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError, ReadTimeoutError
 
+from posttrain_core.care.contents import Seen, look_at
 from posttrain_core.errors import ObjectNotFound, StoreError, StoreFull
+from posttrain_core.manifest import ObjectRef
 from posttrain_core.store.s3 import PART_BYTES, S3Store
 
 
@@ -36,6 +39,7 @@ class FakeS3:
         self.uploads: dict[str, dict[int, bytes]] = {}
         self.faults: list[tuple[Exception | None, str]] = []
         self.calls: Counter[str] = Counter()
+        self.knows_ranges = True
 
     def fail(self, *errors: Exception, when: str = "before") -> None:
         self.faults += [(error, when) for error in errors]
@@ -61,12 +65,15 @@ class FakeS3:
         data = self.objects[Key]
         if IfMatch and IfMatch != tag(data):
             raise refusal("PreconditionFailed", 412)
+        if not self.knows_ranges:
+            return {"Body": io.BytesIO(data), "ContentLength": len(data), "ETag": f'"{tag(data)}"'} | status(200)
         first, last = map(int, Range.removeprefix("bytes=").split("-"))
         if first >= len(data):
             raise refusal("InvalidRange", 416)
         last = min(last, len(data) - 1)
         body, span = io.BytesIO(data[first : last + 1]), f"bytes {first}-{last}/{len(data)}"
-        return {"Body": body, "ContentRange": span, "ETag": f'"{tag(data)}"'}
+        found = {"Body": body, "ContentRange": span, "ContentLength": last + 1 - first, "ETag": f'"{tag(data)}"'}
+        return found | status(206)
 
     def head_object(self, Key: str, **_: Any) -> Any:
         if Key not in self.objects:
@@ -103,6 +110,10 @@ class FakeS3:
     def _maybe_fail(self) -> None:
         if self.faults:
             raise self.faults.pop(0)[0]  # type: ignore[misc]
+
+
+def status(code: int) -> dict[str, Any]:
+    return {"ResponseMetadata": {"HTTPStatusCode": code}}
 
 
 def tag(data: bytes) -> str:
@@ -332,6 +343,33 @@ def test_half_an_answer_is_not_an_empty_object(store: S3Store, server: FakeS3) -
     info = store.stat("key")
     assert info is not None
     assert info.num_bytes == 5
+
+
+def test_a_part_that_lost_its_range_is_not_the_whole_object(store: S3Store, server: FakeS3) -> None:
+    server.objects["key"] = LARGE
+    get, answers = server.get_object, []
+
+    def lose(**arguments: Any) -> Any:
+        answers.append(get(**arguments))
+        return {k: v for k, v in answers[-1].items() if k != "ContentRange" or len(answers) > 1}
+
+    server.get_object = lose  # type: ignore[method-assign]
+    assert store.get("key") == LARGE
+    assert len(answers) == 4
+
+
+def test_of_a_server_that_ignores_ranges_only_what_was_asked_for(store: S3Store, server: FakeS3) -> None:
+    server.knows_ranges = False
+    server.objects["key"] = LARGE
+    assert store.get_range("key", len(LARGE) - 3, 2) == b"en"
+    assert store.get_range("key", len(LARGE) - 3, 9) == b"end"
+    assert store.get_range("key", -3, 2) == b"en"
+    assert store.get_range("key", len(LARGE), 10) == b""
+    assert store.get("key") == LARGE
+    ref = ObjectRef("key", hashlib.sha256(LARGE).hexdigest(), len(LARGE))
+    seen = look_at(store, ref, "r")
+    assert isinstance(seen, Seen)
+    assert (seen.digest, seen.num_bytes) == (ref.digest, ref.num_bytes)
 
 
 def test_half_an_answer_to_a_write_is_an_unknown_one(store: S3Store, server: FakeS3) -> None:
