@@ -1,5 +1,7 @@
 """generate: a sampler turns plan rows into rollouts."""
 
+import time
+
 from posttrain_core import layout
 from posttrain_core.layout import Scope
 from posttrain_core.manifest import (
@@ -25,8 +27,10 @@ def generate_shard(run: Run, scope: Scope, shard: int, sampler: Sampler) -> Obje
     if found is not None:
         return found
     rows = read_table(run.store, plan, PlanRow)
-    sampler.load_policy(scope.iteration, run.policy_folder(policy), run.probes(policy))
     with Journal(run, scope, shard, expected) as journal, run.timed(scope, "generate", shard) as telemetry:
+        started = time.monotonic()
+        sampler.load_policy(scope.iteration, run.policy_folder(policy), run.probes(policy))
+        telemetry["load_seconds"] = time.monotonic() - started  # of the policy: other shards wait for the first one's
         rollouts = make_rollouts(run, scope, shard, sampler, rows, journal)
         telemetry["rollouts"] = len(rollouts)
         telemetry["tokens"] = sum(rollout.num_response_tokens for rollout in rollouts)
