@@ -60,6 +60,11 @@ def manifest(run: str, scope: Scope, stage: str) -> str:
     return f"{run_prefix(run)}{scope._prefix}manifests/iteration={scope.iteration:05d}/{stage}.json"
 
 
+def policy_manifest(run: str, version: int) -> str:
+    """The manifest with which a policy version was published."""
+    return manifest(run, Scope(version - 1), "publish") if version else start_manifest(run, "publish")
+
+
 def start_manifest(run: str, stage: str) -> str:
     """Stages before the first iteration: sft, publish."""
     return f"{run_prefix(run)}manifests/start/{stage}.json"
@@ -96,6 +101,11 @@ def fork_note(run: str, fork: str) -> str:
     return f"{forks(run)}{fork}.json"
 
 
+def registries() -> str:
+    """Prefix of the aliases of all models: retention and gc leave alone what those point at."""
+    return "registry/"
+
+
 def registry(model: str) -> str:
     """The aliases of a model, which may point at policies of any run."""
-    return f"registry/{model}.json"
+    return f"{registries()}{model}.json"

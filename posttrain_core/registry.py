@@ -6,19 +6,20 @@ One object per model, `<root>/registry/<model>.json`, replaced by `put_if_match`
      "history": [{"alias": "best", "run": "r", "version": 3, "digest": "...", "since": "2026-01-31 12:00:00+0000",
                   "move": "<id of this move>"}]}
 
-The history has every move, oldest first.
+The history has every move, oldest first. What an alias points at is kept by retention and gc.
 """
 
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
 
 from posttrain_core import layout
-from posttrain_core.errors import ObjectNotFound, RunConflict, StoreError
+from posttrain_core.errors import ObjectNotFound, StoreError
+from posttrain_core.manifest import find_manifest
 from posttrain_core.schema import corrupt
 from posttrain_core.store.protocol import ObjectStore
 
@@ -42,45 +43,36 @@ class Move:
     since: str
 
 
-def get_alias(store: ObjectStore, model: str, alias: str) -> Target | None:
-    """Where the alias points; None when there is no such model or alias."""
-    found = _read(store, layout.registry(model))[0]["aliases"].get(alias)
-    return Target(**found) if found else None
-
-
 def history(store: ObjectStore, model: str) -> list[Move]:
     """Every move of the model's aliases, oldest first."""
     moves = _read(store, layout.registry(model))[0]["history"]
     return [Move(move["alias"], Target(move["run"], move["version"], move["digest"]), move["since"]) for move in moves]
 
 
+def reached(store: ObjectStore) -> set[str]:
+    """The keys that the aliases of all models need: the manifest of each policy and the objects that it names."""
+    targets = {
+        Target(**found)
+        for info in list(store.list(layout.registries()))
+        for found in _read(store, info.key)[0]["aliases"].values()
+    }
+    keys = set()
+    for key in {layout.policy_manifest(target.run, target.version) for target in targets}:
+        if manifest := find_manifest(store, key):
+            keys |= {key, *(ref.key for ref in manifest.objects)}
+    return keys
+
+
 def set_alias(store: ObjectStore, model: str, alias: str, target: Target) -> None:
-    """Point the alias at `target`, whatever others make of it meanwhile."""
-    _move(store, model, alias, target, lambda found: None)
+    """Point the alias at `target`, whatever others make of it meanwhile.
 
-
-def move_alias(store: ObjectStore, model: str, alias: str, target: Target, expected: Target | None) -> None:
-    """The same, but only from `expected` (None: it must not exist). RunConflict, naming both, when it is elsewhere."""
-
-    def check(found: Target | None) -> None:
-        if found != expected:
-            raise RunConflict(
-                f"alias {alias!r} of model {model!r} in {store.url} points at {found}, not at {expected}: "
-                "another process moved it; look at it and move it again if that is still wanted"
-            )
-
-    _move(store, model, alias, target, check)
-
-
-def _move(store: ObjectStore, model: str, alias: str, target: Target, check: Callable[[Target | None], None]) -> None:
-    """Read, change and replace until it holds. A move that was applied although its answer was lost is not repeated."""
+    Read, change and replace until it holds. A move that was applied although its answer was lost is not repeated.
+    """
     key, move = layout.registry(model), uuid.uuid4().hex
     for attempt in range(_ATTEMPTS):
         record, etag = _read(store, key)
         if any(past["move"] == move for past in record["history"]):
             return
-        found = record["aliases"].get(alias)
-        check(Target(**found) if found else None)
         past = {"alias": alias, **asdict(target), "since": time.strftime("%Y-%m-%d %H:%M:%S%z"), "move": move}
         changed = {
             "aliases": record["aliases"] | {alias: asdict(target)},

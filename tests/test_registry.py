@@ -1,46 +1,39 @@
 """Aliases: names that move, one object per model."""
 
+import json
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from posttrain_core import layout
-from posttrain_core.errors import ObjectCorrupt, RunConflict, StoreError
-from posttrain_core.registry import Target, get_alias, history, move_alias, set_alias
+from posttrain_core.errors import ObjectCorrupt, StoreError
+from posttrain_core.registry import Target, history, reached, set_alias
+from posttrain_core.store import ObjectStore
 from posttrain_core.store.local import LocalStore
 from posttrain_core.store.memory import MemoryStore
 
 ONE, TWO = Target("r", 1, "d1"), Target("other", 2, "d2")
 
 
+def aliases(store: ObjectStore, model: str) -> dict[str, Target]:
+    found = json.loads(store.get(layout.registry(model)))["aliases"]
+    return {alias: Target(**target) for alias, target in found.items()}
+
+
 def test_an_alias_points_where_it_was_set_and_its_history_is_kept(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    assert get_alias(store, "math", "best") is None
     assert history(store, "math") == []
     set_alias(store, "math", "best", ONE)
     set_alias(store, "math", "best", TWO)
     set_alias(store, "math", "safe", ONE)
-    assert get_alias(store, "math", "best") == TWO
-    assert get_alias(store, "math", "safe") == ONE
-    assert get_alias(store, "other", "best") is None
+    assert aliases(store, "math") == {"best": TWO, "safe": ONE}
+    assert history(store, "other") == []
     assert [(move.alias, move.target) for move in history(store, "math")] == [
         ("best", ONE),
         ("best", TWO),
         ("safe", ONE),
     ]
-
-
-def test_an_alias_that_is_elsewhere_is_not_moved() -> None:
-    store = MemoryStore()
-    move_alias(store, "math", "best", ONE, None)
-    with pytest.raises(RunConflict, match="another process moved it"):
-        move_alias(store, "math", "best", TWO, None)
-    with pytest.raises(RunConflict, match="'best' of model 'math'"):
-        move_alias(store, "math", "best", TWO, TWO)
-    move_alias(store, "math", "best", TWO, ONE)
-    assert get_alias(store, "math", "best") == TWO
 
 
 def test_moves_of_threads_are_all_made() -> None:
@@ -74,8 +67,7 @@ def test_a_move_whose_answer_was_lost_is_not_repeated() -> None:
     store = LosingStore()
     set_alias(store, "math", "best", Target("mine", 0, ""))
     assert [move.target.run for move in history(store, "math")] == ["mine", "theirs"]
-    found: Any = get_alias(store, "math", "best")
-    assert found.run == "theirs"
+    assert aliases(store, "math")["best"].run == "theirs"
 
 
 def test_a_record_that_cannot_be_read_is_left_alone() -> None:
@@ -83,6 +75,8 @@ def test_a_record_that_cannot_be_read_is_left_alone() -> None:
     store.put(layout.registry("math"), b"[]")
     with pytest.raises(ObjectCorrupt, match=r"registry/math\.json"):
         set_alias(store, "math", "best", ONE)
+    with pytest.raises(ObjectCorrupt, match=r"registry/math\.json"):
+        reached(store)
     assert store.get(layout.registry("math")) == b"[]"
     with pytest.raises(StoreError, match="not a store key"):
-        get_alias(store, "../runs", "best")
+        history(store, "../runs")

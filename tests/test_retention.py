@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from flows import pipeline
+from posttrain_core.care.alias import point_alias
 from posttrain_core.config import RunConfig
+from posttrain_core.inspect import Run
 from posttrain_core.store import ObjectStore, open_store
 from tests.crash.harness import finish
 from tests.crash.test_kills import scripted
@@ -80,3 +82,18 @@ def test_deletes_cut_short_are_finished_whatever_is_kept_since(tmp_path: Path) -
     assert ("checkpoints", 0) in attempts(tmp_path), "the deletes were not cut short"
     train(lowered)
     assert sorted(attempts(tmp_path)) == [("checkpoints", 5), ("policies", 0), ("policies", 6)]
+
+
+def test_what_an_alias_points_at_stays_until_it_moves(tmp_path: Path) -> None:
+    train(keeping(tmp_path, 0).model_copy(update={"iterations": 1}))
+    point_alias(Run(str(tmp_path), "r"), "math", "best", 1)
+    config = keeping(tmp_path, 0).model_copy(update={"iterations": 4})
+    train(config)
+    assert (tmp_path / "runs/r/retired/policies/00001.json").exists()
+    kept = [("checkpoints", 3), ("policies", 0), ("policies", 1), ("policies", 4)]
+    assert sorted(attempts(tmp_path)) == kept
+    train(config)
+    assert sorted(attempts(tmp_path)) == kept
+    point_alias(Run(str(tmp_path), "r"), "math", "best", 4)
+    train(config)
+    assert sorted(attempts(tmp_path)) == [("checkpoints", 3), ("policies", 0), ("policies", 4)]

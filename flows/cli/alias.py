@@ -6,13 +6,10 @@ import typer
 
 from flows.cli.options import DEFAULT_STORE, AsJson, InRun, Store
 from flows.cli.output import print_json, print_table
-from posttrain_core import layout
 from posttrain_core.errors import ConfigError
-from posttrain_core.inspect import open_run
-from posttrain_core.layout import Scope
-from posttrain_core.manifest import find_manifest
-from posttrain_core.registry import Target, history, set_alias
-from posttrain_core.store import ObjectStore, open_store
+from posttrain_core.inspect import Run
+from posttrain_core.registry import history
+from posttrain_core.store import open_store
 
 
 def alias(
@@ -28,7 +25,9 @@ def alias(
     if bool(name) != (version >= 0):
         raise ConfigError("alias: give both ALIAS and --version to move it, or neither to list the moves")
     if name:
-        set_alias(opened, model, name, _published(opened, run or open_run(store).name, version))
+        from posttrain_core.care.alias import point_alias
+
+        point_alias(Run(opened, run), model, name, version)
     rows = [
         {"alias": move.alias, "run": move.target.run, "version": move.target.version, "since": move.since}
         for move in history(opened, model)
@@ -39,12 +38,3 @@ def alias(
         print_table(list(rows[0]), (list(row.values()) for row in rows))
     else:
         typer.echo(f"no alias of {model!r} in {opened.url}")
-
-
-def _published(store: ObjectStore, run: str, version: int) -> Target:
-    """ConfigError when the version was never published."""
-    key = layout.manifest(run, Scope(version - 1), "publish") if version else layout.start_manifest(run, "publish")
-    found = find_manifest(store, key)
-    if found is None:
-        raise ConfigError(f"alias: run {run!r} in {store.url} has no policy version {version} (looked for {key})")
-    return Target(run, version, found.digest)

@@ -10,10 +10,9 @@ from posttrain_core.care.inventory import in_parallel
 from posttrain_core.care.targets import new_folder
 from posttrain_core.errors import ConfigError
 from posttrain_core.inspect.catalogue import Run
-from posttrain_core.layout import Scope
 from posttrain_core.manifest import Manifest, ObjectRef, file_digest, find_manifest
 from posttrain_core.schema import corrupt
-from posttrain_core.stages.retention import retired
+from posttrain_core.stages.retention import unavailable
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ def export_policy(
     """Copy the files of a version (the newest by default), each checked against its digest, and add a model card.
     ConfigError when the folder exists or the version is not there; ObjectCorrupt for a damaged file."""
     versions = run.policy_versions
-    gone = retired(run.store, run.name, "policies")
+    gone = unavailable(run.store, run.name, "policies")
     kept = [known for known in versions if known not in gone]
     version = kept[-1] if version is None and kept else version
     if version is None or version not in kept:
@@ -59,7 +58,6 @@ def export_policy(
 
 
 def _policy(run: Run, version: int) -> Manifest:
-    key = layout.manifest(run.name, Scope(version - 1), "publish")
-    found = find_manifest(run.store, key if version else layout.start_manifest(run.name, "publish"))
+    found = find_manifest(run.store, layout.policy_manifest(run.name, version))
     assert found is not None, version
     return found

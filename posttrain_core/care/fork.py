@@ -26,7 +26,7 @@ from posttrain_core.lease import Lease
 from posttrain_core.manifest import Manifest, ObjectRef, fingerprint, parse_manifest
 from posttrain_core.records import Purpose
 from posttrain_core.stages.context import new_record, semantic_settings
-from posttrain_core.stages.retention import retired
+from posttrain_core.stages.retention import unavailable
 from posttrain_core.store.protocol import ObjectStore
 
 FIXED = ("seed", "model", "sft", "learner.type", "learner.lora")
@@ -100,7 +100,7 @@ def changed_settings(before: RunConfig, after: RunConfig) -> tuple[str, ...]:
 
 def possible_versions(parent: Run, exact: bool) -> list[int]:
     """The policy versions at which a run can be forked now; `exact`: with other settings of the learner."""
-    gone = {kind: retired(parent.store, parent.name, kind) for kind in ("policies", "checkpoints")}
+    gone = {kind: unavailable(parent.store, parent.name, kind) for kind in ("policies", "checkpoints")}
     versions = [version for version in parent.policy_versions if version not in gone["policies"]]
     if not exact:
         return versions
@@ -121,14 +121,14 @@ def _checkpoint(parent: Run, at: int, exact: bool) -> int | None:
             f"run {parent.name!r} cannot be forked at {at}: {_reason(parent, at)}; "
             f"possible{' with these settings' if exact else ''}: {', '.join(map(str, possible)) or 'none'}"
         )
-    gone = retired(parent.store, parent.name, "checkpoints")
+    gone = unavailable(parent.store, parent.name, "checkpoints")
     return max((i for i in _checkpoints(parent) if i < at and i not in gone), default=None)
 
 
 def _reason(parent: Run, at: int) -> str:
     if at not in parent.policy_versions:
         return f"policy version {at} was not published"
-    if at in retired(parent.store, parent.name, "policies"):
+    if at in unavailable(parent.store, parent.name, "policies"):
         return f"policy version {at} was retired (checkpoint.keep_last, keep_every)"
     return (
         f"with other settings of the learner it would have to begin at a checkpoint, and iteration {at - 1} "

@@ -1,7 +1,8 @@
 """gc: removes what nothing needs any more.
 
-Needed is what a committed manifest of any run names (weights that the run retired excepted), and what may still come
-to be used: the shards of a stage that is not committed are adopted on resume, and so is the journal of a shard.
+Needed is what a committed manifest of any run names (weights that the run retired excepted), what an alias points at
+(retired, or of a deleted run: even then), and what may still come to be used: the shards of a stage that is not
+committed are adopted on resume, and so is the journal of a shard.
 Never touched: run records, manifests, leases, tombstones, telemetry (but of runs that `delete` marked as deleted), and
 keys that are not ours.
 
@@ -33,6 +34,7 @@ from posttrain_core.errors import ObjectNotFound, RunConflict, StoreError
 from posttrain_core.layout import Scope
 from posttrain_core.lease import Lease
 from posttrain_core.manifest import Manifest
+from posttrain_core.registry import reached
 from posttrain_core.store.protocol import ObjectInfo, ObjectStore
 
 GRACE_SECONDS = 24 * 3600.0
@@ -135,7 +137,7 @@ class _Sweep:
             if not run.deleted:
                 self._read(run)
         needed = {key for run in found.values() if not run.deleted for key in run.named()}
-        needed |= set(self._needed_by_new_forks(found))
+        needed |= set(self._needed_by_new_forks(found)) | reached(self.store)
         return [
             Garbage(info.key, info.num_bytes, run.run, kind)
             for run in found.values()

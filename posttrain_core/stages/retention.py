@@ -2,9 +2,9 @@
 
 Version 0 stays (it is the reference policy and where a replay can always start), as do the newest `keep_last` of each
 and the multiples of `keep_every`. What a fork needs is retired like the rest, but its objects stay: the fork leaves a
-note and then looks for tombstones, retention leaves a tombstone and then looks for notes, so one sees the other. What
-an attempt left behind that no manifest came to name goes once the manifest is there: not sooner, for until then an
-earlier attempt may still commit.
+note and then looks for tombstones, retention leaves a tombstone and then looks for notes, so one sees the other. The
+same holds for what an alias points at, with the alias as the note. What an attempt left behind that no manifest came to
+name goes once the manifest is there: not sooner, for until then an earlier attempt may still commit.
 """
 
 import json
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from posttrain_core import layout
 from posttrain_core.layout import Scope
 from posttrain_core.manifest import ObjectRef
+from posttrain_core.registry import reached
 from posttrain_core.stages.context import Run
 from posttrain_core.store.protocol import ObjectStore
 
@@ -76,6 +77,7 @@ class Retention:
         gone = self._gone[kind]
         if gone & found.keys():
             gone = gone - held_by_forks(self.run.store, self.run.name)[kind]
+            gone -= held_by_aliases(self.run.store, self.run.name)[kind].keys()
         for number, attempts in found.items():
             if number not in gone:
                 named = self._named(kind, number) if len(attempts) > 1 else ""
@@ -108,6 +110,22 @@ def held_by_forks(store: ObjectStore, run: str) -> dict[str, set[int]]:
             if match := _HELD.search(key):
                 held[match[1]].add(int(match[2]))
     return held
+
+
+def held_by_aliases(store: ObjectStore, run: str) -> dict[str, dict[int, set[str]]]:
+    """The policy versions whose objects an alias reaches, with the keys of these. Of a run's own and its forks'."""
+    held: dict[str, dict[int, set[str]]] = {kind: {} for kind in _KINDS}
+    for key in reached(store):
+        if key.startswith(layout.run_prefix(run)) and (match := _HELD.search(key)):
+            held[match[1]].setdefault(int(match[2]), set()).add(key)
+    return held
+
+
+def unavailable(store: ObjectStore, run: str, kind: str) -> set[int]:
+    """The retired checkpoints or policies of a run, but for those that an alias has kept."""
+    dead = retired(store, run, kind)
+    held = held_by_aliases(store, run)[kind] if dead else {}
+    return {number for number in dead if number not in held or not all(map(store.stat, held[number]))}
 
 
 def retired(store: ObjectStore, run: str, kind: str) -> set[int]:

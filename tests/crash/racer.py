@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain_core.errors import RunConflict
 from posttrain_core.lease import Lease
-from posttrain_core.registry import Target, get_alias, move_alias
+from posttrain_core.registry import Target, history, set_alias
 from posttrain_core.store import ObjectStore, open_store
 
 Outcome = tuple[bool, int]  # whether this process won; who has won as far as it can see
@@ -79,15 +79,15 @@ def _holds(call: Callable[[], object]) -> bool:
 
 
 def race_for_alias(store: ObjectStore, who: int, num_rounds: int) -> list[Outcome]:
-    outcomes, current = [], get_alias(store, "model", "best")
+    """The last to move it has won."""
+    outcomes = []
     for number in range(num_rounds):
-        target, expected = Target(str(who), number, ""), current
         meet()
-        won = _holds(lambda target=target, expected=expected: move_alias(store, "model", "best", target, expected))  # type: ignore[misc]
-        current = get_alias(store, "model", "best")
-        assert current is not None
-        assert current.version == number
-        outcomes.append((won, int(current.run)))
+        set_alias(store, "model", "best", Target(str(who), number, ""))
+        meet()
+        last = history(store, "model")[-1].target
+        assert last.version == number
+        outcomes.append((last.run == str(who), int(last.run)))
         meet()
     return outcomes
 
