@@ -30,6 +30,6 @@ def point_alias(run: Run, model: str, alias: str, version: int) -> None:
     set_alias(run.store, model, alias, Target(run.name, version, published.digest))
     if version in retired(run.store, run.name, "policies") - before:
         raise RunConflict(
-            f"alias {alias!r} of {model!r}: run {run.name!r} retired policy version {version} while the alias was moved. "
-            "Give the command again: it says whether the version is still there, and which others are"
+            f"alias {alias!r} of {model!r}: run {run.name!r} retired policy version {version} while the alias "
+            "was moved to it; give the command again: it says whether the version is still there, and which others are"
         )

@@ -46,8 +46,9 @@ class Listener:
         with os.fdopen(os.open(folder / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(self._token)
         here = all(is_this_machine(host) for host in hosts)
+        address = LOOPBACK if here else _address_seen_from(hosts)
         self._socket = socket.create_server((LOOPBACK if here else "", 0))
-        self.address = (LOOPBACK if here else _address_seen_from(hosts), self._socket.getsockname()[1])
+        self.address = (address, self._socket.getsockname()[1])
         self.refused = ""  # why the last one was turned away
 
     def accept(self, seconds: float) -> tuple[dict[str, Any], Connection] | None:

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -126,33 +126,18 @@ class HostsLaunch:
                 f"{config.num_ranks}: make them equal"
             )
         self._config, self._scratch = config, scratch
-        self._folder = Path(tempfile.mkdtemp(dir=scratch, prefix="group-"))
         self._found: dict[int, Rank] = {}
         self._log = scratch / "launcher.log"
-        self._listener = Listener(self._folder, list(slots))
-        address, port = self._listener.address
-        command = [
-            sys.executable,
-            "-m",
-            "deepspeed.launcher.runner",
-            "--hostfile",
-            str(Path(config.hostfile).resolve()),
-        ]
-        command += ["--master_port", str(free_port())]
-        if all(is_this_machine(host) for host in slots):  # no ssh to find out what is known
-            command += ["--master_addr", LOOPBACK, "--no_ssh_check"]
-        command += ["--no_local_rank", "--module", WORKER]
-        command += [f"tcp:{address}:{port}", str(self._folder), str(config.threads_per_rank)]
-        with self._log.open("wb") as output:
-            self._launcher = subprocess.Popen(
-                command,
-                cwd=self._folder,
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-            )
+        with ExitStack() as undo:
+            self._folder = Path(tempfile.mkdtemp(dir=scratch, prefix="group-"))
+            undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            try:
+                self._listener = Listener(self._folder, list(slots))
+                undo.callback(self._listener.close)
+                self._launcher = self._start(slots)
+            except OSError as error:
+                raise LearnerFault(f"cannot start the launcher of the learner's ranks: {error}") from error
+            undo.pop_all()  # all is well: from here on `stop` does it
 
     def ranks(self) -> list[Rank]:
         deadline = time.monotonic() + self._config.stall_seconds
@@ -188,6 +173,26 @@ class HostsLaunch:
         self._found = {}
         _end(self._launcher, grace, self._kill)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, slots: Mapping[str, int]) -> subprocess.Popen[bytes]:
+        address, port = self._listener.address
+        hostfile = str(Path(self._config.hostfile).resolve())
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile]
+        command += ["--master_port", str(free_port())]
+        if all(is_this_machine(host) for host in slots):  # no ssh to find out what is known
+            command += ["--master_addr", LOOPBACK, "--no_ssh_check"]
+        command += ["--no_local_rank", "--module", WORKER]
+        command += [f"tcp:{address}:{port}", str(self._folder), str(self._config.threads_per_rank)]
+        with self._log.open("wb") as output:
+            return subprocess.Popen(
+                command,
+                cwd=self._folder,
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
 
     def _kill(self) -> None:
         """All that is here of the launch. What is elsewhere has lost its line and goes by itself. Told to end, the

@@ -19,6 +19,7 @@ from posttrain_core.errors import ConfigError, LearnerFault
 from posttrain_core.learner import connection
 from posttrain_core.learner.connection import Listener, connect
 from posttrain_core.learner.deepspeed_learner import DeepSpeedLearner
+from posttrain_core.learner.launch import HostsLaunch
 from tests.learner.llama import make_samples
 
 pytest.importorskip("deepspeed")
@@ -96,6 +97,7 @@ import sys
 from pathlib import Path
 from posttrain_core.config import AlgorithmConfig, DeepSpeedLearnerConfig
 from posttrain_core.learner.deepspeed_learner import DeepSpeedLearner
+from posttrain_core.learner.launch import HostsLaunch
 from tests.learner.llama import make_samples
 
 config = DeepSpeedLearnerConfig(threads_per_rank=1, epochs=10_000, hostfile=sys.argv[3])
@@ -177,3 +179,24 @@ def test_a_rank_needs_the_token_from_the_shared_folder(tmp_path: Path) -> None:
             connection.receive(line)
         line.close()
     assert not token.exists()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "program", "why"),
+    [
+        ("localhost slots=2\n", "/no/such/python", "cannot start the launcher.*/no/such/python"),
+        ("nowhere.invalid slots=2\n", sys.executable, "'nowhere.invalid' cannot be reached"),
+    ],
+)
+def test_a_launch_that_fails_leaves_nothing_behind(
+    hosts: str, program: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hostfile").write_text(hosts)
+    (tmp_path / "scratch").mkdir()
+    config = DeepSpeedLearnerConfig(num_ranks=2, hostfile=str(tmp_path / "hostfile"))
+    monkeypatch.setattr(sys, "executable", program)
+    before = set(Path("/proc/self/fd").iterdir())
+    with pytest.raises(LearnerFault, match=why):
+        HostsLaunch(config, tmp_path / "scratch")
+    assert set(Path("/proc/self/fd").iterdir()) == before
+    assert not list((tmp_path / "scratch").glob("group-*"))
