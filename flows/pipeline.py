@@ -61,7 +61,7 @@ def open_services(config: RunConfig, scratch: Path, progress: Progress | None = 
         learner.start()
         sandbox = make_sandbox(config.sandbox)
         stack.callback(sandbox.close)
-        sampler = make_sampler(config, scratch)
+        sampler = make_sampler(config, scratch, run.progress.note)
         stack.callback(sampler.close)
         yield Services(run, sampler, sandbox, LearnerSession(run, learner), Retention(run))
 

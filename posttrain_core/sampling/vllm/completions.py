@@ -21,6 +21,7 @@ STREAM_INTERVAL = (
 )
 MAX_SEED = 2**63 - 1
 IMPOSSIBLE_LOGPROB = -9999.0  # what vLLM writes for minus infinity
+REFUSALS = (400, 413, 422)  # HTTP statuses that speak of the request; others speak of the server
 ROUNDING = 1e-3  # how far above 0 a log-probability may come out
 MAX_ERROR_CHARACTERS = 500
 
@@ -92,7 +93,7 @@ def _body(request: SampleRequest, end_ids: frozenset[int]) -> dict[str, Any]:
 
 def _refusal(status: int, text: str) -> ServerFault | RequestRefused:
     detail = f"HTTP {status}: {' '.join(text.split())[:MAX_ERROR_CHARACTERS]}"
-    return RequestRefused(detail) if 400 <= status < 500 else ServerFault(detail)
+    return RequestRefused(detail) if status in REFUSALS else ServerFault(detail)
 
 
 class _Events:

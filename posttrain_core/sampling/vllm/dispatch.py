@@ -3,14 +3,15 @@
 A server is *lost* when a connection to it fails, when it answers with a fault or nonsense, or when it gives no token to
 any of its requests for `stall_seconds`. Its unfinished requests start anew elsewhere (`placement`). In the background
 it is brought up again, with growing pauses, and takes requests once it is proved. After `ATTEMPTS` failures it is given
-up until the next `load`.
+up until the next `load`. A server without requests proves again at each `load`: it may have been restarted meanwhile.
 
 A request that was under way on `SUSPICIOUS` servers when they were lost may be what they died of. It gets the next idle
 server to itself, and when that one is lost too, its caller is told.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -25,9 +26,13 @@ SUSPICIOUS = 3
 ATTEMPTS = 8
 FIRST_PAUSE_SECONDS = 1.0  # before the second attempt to bring a server up; doubles each time
 LONGEST_PAUSE_SECONDS = 30.0
+GRACE_SECONDS = 5.0  # that a load waits for other servers once one is ready, at least
+MAX_NOTE_CHARACTERS = 300
 TICKS = 10  # looks at a server's progress in `stall_seconds`; counted, so that a pause of this process is not its fault
 
 Complete = Callable[[Server, SampleRequest, OnTokens], Awaitable[Completion]]
+Note = Callable[[str], None]
+Policy = tuple[int, Path]
 
 
 class _ServerLane(Lane):
@@ -39,6 +44,7 @@ class _ServerLane(Lane):
         self.bringing = asyncio.Lock()  # held while the server is brought to a version
         self.revival: asyncio.Task[None] | None = None
         self.fault = "it was not started"
+        self.told = False  # that it is lost
 
     @property
     def reviving(self) -> bool:
@@ -46,7 +52,7 @@ class _ServerLane(Lane):
 
 
 class Dispatcher:
-    """Lives in one asyncio loop. `complete` makes one completion on a server."""
+    """Lives in one asyncio loop. `complete` makes a completion on a server; `note` is told what becomes of servers."""
 
     def __init__(
         self,
@@ -55,14 +61,20 @@ class Dispatcher:
         *,
         requests_per_server: int,
         stall_seconds: float,
+        note: Note | None = None,
         first_pause_seconds: float = FIRST_PAUSE_SECONDS,
+        grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         self._lanes = [_ServerLane(server) for server in servers]
         self._complete = complete
         self._requests_per_server = requests_per_server
         self._stall_seconds = stall_seconds
+        self._note = note
         self._first_pause_seconds = first_pause_seconds
-        self._policy: tuple[int, Path] | None = None
+        self._grace_seconds = grace_seconds
+        self._policy: Policy | None = None
+        self._target: Policy | None = None  # what servers are brought to; `_policy` once one of them holds it
+        self._context_length: int | None = None
         self._probes: Sequence[Probe] = ()
         self._waiting = Waiting()
         self._loading = asyncio.Lock()
@@ -73,13 +85,17 @@ class Dispatcher:
 
     @property
     def context_length(self) -> int:
-        """The smallest one; a server that never came up has none."""
-        return min(lane.server.context_length for lane in self._lanes if lane.server.context_length)
+        """The smallest one of the servers that the first load left in use. Raises SamplerUnavailable before it."""
+        if self._context_length is None:
+            raise SamplerUnavailable("the sampler holds no policy: call load_policy first")
+        return self._context_length
 
     async def load(self, version: int, folder: Path, probes: Sequence[Probe]) -> None:
         """All servers to the version, at once, when no request is under way. Those that succeed are used.
 
-        Where the version is held, lost servers are tried again. Raises SamplerUnavailable when no server holds it.
+        Once one has, the others get as long again; those that are slower are left to the background. Where the version
+        is held, servers without requests prove it again, and lost ones are tried again. Raises SamplerUnavailable when
+        no server holds it.
         """
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_progress())
@@ -120,34 +136,48 @@ class Dispatcher:
                 self._turn.notify_all()
 
     async def release(self) -> None:
-        """Servers that sleep hold nothing then, and the next `load` wakes them."""
+        """Servers that sleep hold nothing then, and the next `load` wakes them. One that fails to sleep is lost."""
+        sleepers = [lane for lane in self._lanes if lane.server.sleeps]
+        if not sleepers:
+            return
         async with self._loading, self._nothing_under_way():
-            for lane in self._lanes:
-                await self._end_revival(lane)
-            results = await asyncio.gather(*(lane.server.release() for lane in self._lanes), return_exceptions=True)
-            for lane in self._lanes:
-                if lane.server.held is None:
-                    lane.capacity, lane.fault = 0, "it was released"
-        if errors := [result for result in results if isinstance(result, BaseException)]:
-            raise errors[0]
+            await asyncio.gather(*(self._put_to_sleep(lane) for lane in sleepers))
 
     async def close(self) -> None:
         """Nothing else of this object may run any more."""
-        await asyncio.gather(*(lane.server.close() for lane in self._lanes), return_exceptions=True)
+        for result in await asyncio.gather(*(lane.server.close() for lane in self._lanes), return_exceptions=True):
+            if isinstance(result, BaseException):
+                self._say(f"a vLLM server could not be closed: {result}")
 
     # --- versions -------------------------------------------------------------------------------------------------
 
-    async def _change(self, policy: tuple[int, Path], probes: Sequence[Probe]) -> None:
+    async def _change(self, policy: Policy, probes: Sequence[Probe]) -> None:
         async with self._nothing_under_way():
-            self._policy, self._probes = None, probes
+            self._policy, self._target, self._probes = None, policy, probes
             for lane in self._lanes:
-                await self._end_revival(lane)
-                lane.capacity = 0
-            await asyncio.gather(*(self._bring(lane, policy) for lane in self._lanes))
-            if not any(lane.capacity for lane in self._lanes):
+                lane.capacity, lane.revival = 0, None  # a revival ends when it sees another target
+            begun = time.monotonic()
+            attempts = {lane: asyncio.create_task(self._bring(lane, policy)) for lane in self._lanes}
+            pending = set(attempts.values())
+            while pending and not any(lane.capacity for lane in self._lanes):
+                _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            await self._wait_for_others(pending, begun)
+            ready = [lane for lane in self._lanes if lane.capacity]
+            if not ready:
                 raise SamplerUnavailable(f"no vLLM server holds policy version {policy[0]}: {self._faults()}")
+            if self._context_length is None:
+                self._context_length = min(lane.server.context_length for lane in ready)
             self._policy = policy
-        self._revive_lost()
+            for lane, attempt in attempts.items():
+                if not attempt.done():
+                    self._fail(lane, f"{lane.server.name} is slow to hold policy version {policy[0]}: it is left out")
+                if not lane.capacity:
+                    lane.revival = asyncio.create_task(self._revive(lane, policy, [attempt]))
+
+    async def _wait_for_others(self, attempts: Collection[asyncio.Task[None]], begun: float) -> None:
+        """One server has become ready since `begun`: the others get as long again, and the grace at least."""
+        if attempts:
+            await asyncio.wait(attempts, timeout=max(self._grace_seconds, time.monotonic() - begun))
 
     @asynccontextmanager
     async def _nothing_under_way(self) -> AsyncIterator[None]:
@@ -163,44 +193,67 @@ class Dispatcher:
                 self._turn.notify_all()
 
     async def _mend(self) -> None:
+        begun = time.monotonic()
+        idle = [lane for lane in self._lanes if lane.capacity and not lane.jobs]
+        for lane in idle:
+            lane.capacity = 0  # until it has proved again: each request has a connection of its own, so that a server
+            # which was restarted meanwhile, with other weights, would go unnoticed
         self._revive_lost()
+        proofs = [lane.revival for lane in idle if lane.revival is not None]
         while not any(lane.capacity for lane in self._lanes):
             revivals = [lane.revival for lane in self._lanes if lane.revival is not None and lane.reviving]
             if not revivals:
                 raise SamplerUnavailable(f"every vLLM server is lost: {self._faults()}")
             await asyncio.wait(revivals, return_when=asyncio.FIRST_COMPLETED)
+        await self._wait_for_others(proofs, begun)
 
-    async def _bring(self, lane: _ServerLane, policy: tuple[int, Path]) -> None:
+    async def _bring(self, lane: _ServerLane, policy: Policy) -> None:
         """The lane has capacity when it succeeded."""
+        server = lane.server
         async with lane.bringing:
+            if lane.capacity or policy != self._target:
+                return
             try:
-                await lane.server.bring_to(*policy, self._probes)
+                await server.bring_to(*policy, self._probes)
             except SamplerUnavailable as error:
-                lane.fault = str(error)
+                self._fail(lane, str(error))
                 return
             except asyncio.CancelledError:
-                lane.server.lost("interrupted while it was brought to a policy version")
+                server.lost("interrupted while it was brought to a policy version")
                 raise
             except Exception as error:  # of ours, but requests wait for this server
-                lane.fault = f"{lane.server.name} could not be brought to a policy version: {error!r}"
-                lane.server.lost(lane.fault)
+                self._fail(lane, f"{server.name} could not be brought to a policy version: {error!r}")
+                server.lost(lane.fault)
+                return
+            if policy != self._target:
+                return
+            if server.context_length < (self._context_length or 0):
+                self._fail(
+                    lane,
+                    f"{server.name} has a context of {server.context_length} tokens, and requests may have "
+                    f"{self._context_length}, which the first load found: start it with --max-model-len "
+                    f"{self._context_length}",
+                )
                 return
             lane.capacity, lane.silent_ticks = self._requests_per_server, 0
+            if lane.told:
+                self._say(f"{server.name} is back, with policy version {policy[0]}")
+                lane.told = False
 
     def _revive_lost(self) -> None:
         for lane in self._lanes:
-            if not lane.capacity and not lane.reviving:
-                lane.revival = asyncio.create_task(self._revive(lane, []))
+            if self._policy is not None and not lane.capacity and not lane.reviving:
+                lane.revival = asyncio.create_task(self._revive(lane, self._policy, []))
 
-    async def _revive(self, lane: _ServerLane, interrupted: Sequence[asyncio.Task[None]]) -> None:
+    async def _revive(self, lane: _ServerLane, policy: Policy, interrupted: Sequence[asyncio.Task[None]]) -> None:
         if interrupted:
             await asyncio.wait(interrupted)
         pause = 0.0
         for _ in range(ATTEMPTS):
             await asyncio.sleep(pause)
-            if self._policy is None:
+            if policy != self._target:
                 return
-            await self._bring(lane, self._policy)
+            await self._bring(lane, policy)
             if lane.capacity:
                 self._place()
                 return
@@ -208,12 +261,26 @@ class Dispatcher:
         lane.revival = None
         self._answer_hopeless()
 
-    @staticmethod
-    async def _end_revival(lane: _ServerLane) -> None:
-        """Between two attempts: a server that is being brought up is not interrupted."""
-        async with lane.bringing:
+    async def _put_to_sleep(self, lane: _ServerLane) -> None:
+        async with lane.bringing:  # a server that is being brought up is not interrupted
             if lane.revival is not None:
                 lane.revival.cancel()
+            lane.capacity, lane.fault = 0, "it was released"
+            try:
+                await lane.server.release()
+            except SamplerUnavailable as error:
+                self._fail(lane, str(error))
+
+    def _fail(self, lane: _ServerLane, fault: str) -> None:
+        """The reason why the lane has no capacity; told once, until the server is back."""
+        lane.fault = fault
+        if not lane.told:
+            lane.told = True
+            self._say(fault)
+
+    def _say(self, text: str) -> None:
+        if self._note is not None:
+            self._note(" ".join(text.split())[:MAX_NOTE_CHARACTERS])
 
     def _faults(self) -> str:
         return "; ".join(dict.fromkeys(lane.fault for lane in self._lanes))
@@ -250,10 +317,11 @@ class Dispatcher:
         if not lane.capacity:
             return  # the first of its requests to notice has said so
         lane.capacity = 0
-        lane.fault = f"{lane.server.name} was lost: {reason}"
+        self._fail(lane, f"{lane.server.name} was lost: {reason}")
         lane.server.lost(reason)
         self._waiting.forget(lane)
         tasks = self._cancelled(lane, set(lane.jobs))
+        num_suspects = 0
         for job in list(lane.jobs):
             lane.drop(job)
             job.losses.append(lane.fault)
@@ -261,8 +329,14 @@ class Dispatcher:
                 self._answer({job}, _killer(job))
                 continue
             job.suspect = len(job.losses) >= SUSPICIOUS
+            num_suspects += job.suspect
             self._waiting.put(job)
-        lane.revival = asyncio.create_task(self._revive(lane, tasks))
+        if num_suspects:
+            self._say(
+                f"{num_suspects} requests were on {SUSPICIOUS} vLLM servers that were lost: each is run alone now"
+            )
+        if self._policy is not None:
+            lane.revival = asyncio.create_task(self._revive(lane, self._policy, tasks))
         self._place()
 
     async def _give_up(self, jobs: set[Job]) -> None:

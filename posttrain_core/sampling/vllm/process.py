@@ -18,6 +18,7 @@ from posttrain_core.sampling.vllm.entry import TEMPORARY_FOLDER, kill_group, mem
 CHECKOUT = Path(__file__).parents[3]
 LOG_TAIL_CHARACTERS = 3000
 STOP_SECONDS = 10.0
+GONE_SECONDS = 60.0  # after SIGKILL; on a GPU memory is given back first
 POLL_SECONDS = 0.05
 INTERPRETER_SECONDS = 60.0
 _INSIDE = ("entry.py", "worker_extension.py")  # run in vLLM's environment, from a folder of their own
@@ -61,7 +62,14 @@ class ServerProcess:
             kill_group(self.popen.pid)
 
     def wait_until_gone(self) -> None:
-        while self.popen.returncode is None and members(self.popen.pid):
+        """Raises TimeoutError for processes that do not end, such as those which a driver holds."""
+        deadline = time.monotonic() + GONE_SECONDS
+        while self.popen.returncode is None and (left := members(self.popen.pid)):
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"processes {', '.join(map(str, sorted(left)))} of a vLLM server did not end within "
+                    f"{GONE_SECONDS:g} seconds of SIGKILL"
+                )
             kill_group(self.popen.pid)
             time.sleep(POLL_SECONDS)
         self.popen.wait()

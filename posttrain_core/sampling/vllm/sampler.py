@@ -16,7 +16,7 @@ from posttrain_core.sampling.protocol import Completion, OnDone, Probe, SampleRe
 from posttrain_core.sampling.tokenizer import PolicyTokenizer
 from posttrain_core.sampling.vllm import server
 from posttrain_core.sampling.vllm.completions import OnTokens, complete
-from posttrain_core.sampling.vllm.dispatch import Dispatcher
+from posttrain_core.sampling.vllm.dispatch import Dispatcher, Note
 
 Answer = TypeVar("Answer")
 
@@ -24,7 +24,8 @@ Answer = TypeVar("Answer")
 class VllmSampler:
     """A `Sampler`. Calls from several threads share the servers; `on_done` is called in the thread that samples.
 
-    `dtype` names the precision of the weights ("float32", "bfloat16"). `servers`: default, those of `config`.
+    `dtype` names the precision of the weights ("float32", "bfloat16"). `servers`: default, those of `config`. `note` is
+    told, from another thread and in one line each, of servers that are lost and back.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class VllmSampler:
         dtype: str,
         scratch: Path,
         servers: Sequence[server.Server] | None = None,
+        note: Note | None = None,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-sampler", daemon=True)
@@ -42,10 +44,13 @@ class VllmSampler:
             self._complete,
             requests_per_server=config.requests_per_server,
             stall_seconds=config.stall_seconds,
+            note=note,
         )
         self._tokenizer_lock = threading.Lock()
         self._tokenizer: PolicyTokenizer | None = None
         self._close_lock = threading.Lock()
+        self._submit_lock = threading.Lock()
+        self._closing = False
 
     def load_policy(self, version: int, folder: Path, probes: Sequence[Probe] = ()) -> None:
         """Waits until nothing is under way under another version. Servers that cannot be brought to this one are left
@@ -108,17 +113,17 @@ class VllmSampler:
         with self._close_lock:
             if self._loop.is_closed():
                 return
+            with self._submit_lock:  # all calls are in the loop now, and no other one gets there
+                self._closing = True
             asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
 
     async def _shut_down(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancel_others()
         await self._dispatcher.close()
+        await _cancel_others()
         await self._loop.shutdown_asyncgens()
 
     async def _complete(self, server: server.Server, request: SampleRequest, on_tokens: OnTokens) -> Completion:
@@ -130,11 +135,11 @@ class VllmSampler:
         return self._tokenizer
 
     def _submit(self, work: Coroutine[Any, Any, Answer]) -> Future[Answer]:
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:
-            work.close()
-            raise SamplerUnavailable("the sampler is closed") from error
+        with self._submit_lock:
+            if not self._closing:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise SamplerUnavailable("the sampler is closed")
 
     def _wait(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         """What an exception in this thread interrupts is cancelled."""
@@ -150,6 +155,14 @@ class VllmSampler:
             return future.result()
         except CancelledError as error:
             raise SamplerUnavailable("the sampler was closed meanwhile") from error
+
+
+async def _cancel_others() -> None:
+    """Tasks of this loop, and those that they begin as they end."""
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _tokenizer(version: int, folder: Path) -> PolicyTokenizer:

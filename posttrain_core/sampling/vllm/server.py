@@ -60,6 +60,12 @@ class Server(ABC):
         self._stall_seconds = config.stall_seconds
         self._tolerance = config.probe_tolerance or TOLERANCE[dtype]
         self._asleep = False
+        self._digest = ""  # of what is held
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether `release` has something to do."""
+        return False
 
     async def bring_to(self, version: int, folder: Path, probes: Sequence[Probe]) -> None:
         """Start the server when it is ours and does not run, swap the weights, drop all cached state, prove it.
@@ -69,7 +75,9 @@ class Server(ABC):
         """
         held, self.held = self.held, None
         try:
-            digest = await asyncio.to_thread(weights_digest, folder)
+            if held != (version, folder):
+                self._digest = await asyncio.to_thread(weights_digest, folder)
+            digest = self._digest
             started = await self._make_ready(folder)
             if started or held != (version, folder):
                 await self._swap(version, await self._place(version, folder, digest))
@@ -88,7 +96,9 @@ class Server(ABC):
 
     @abstractmethod
     async def release(self) -> None:
-        """Let the server sleep where `launch.sleep_while_training` asks for it; `held` becomes None then."""
+        """Let the server sleep where `launch.sleep_while_training` asks for it; `held` becomes None then.
+
+        Raises SamplerUnavailable where it does not; a process of ours is killed then."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -108,8 +118,8 @@ class Server(ABC):
 
     async def _swap(self, version: int, place: Path) -> None:
         num_bytes = sum(path.stat().st_size for path in weight_files(place))
-        await self._control.pause()
         try:
+            await self._control.pause()
             if self._asleep:
                 await self._control.wake("weights")
             answers = await self._control.swap(
@@ -181,23 +191,34 @@ class OwnServer(Server):
             self._killed.append(self._process)
         self._process = None
 
+    @property
+    def sleeps(self) -> bool:
+        return self._launch.sleep_while_training and not (self._process is not None and self._process.on_cpu)
+
     async def release(self) -> None:
-        if not self._launch.sleep_while_training or self._process is None or self._process.on_cpu or self._asleep:
+        if not self.sleeps or self._process is None or self._asleep:
             return
         self.held = None
         try:
             await self._control.sleep()
         except ControlFault as fault:
-            raise SamplerUnavailable(f"{self.name} does not go to sleep: {fault}{self._given_up()}") from fault
+            message = f"{self.name} does not go to sleep: {fault}{self._given_up()}"
+            try:
+                await self._bury()  # so that its memory is free
+            except OSError as error:
+                message = f"{message}; {error}"
+            raise SamplerUnavailable(message) from fault
         self._asleep = True
 
     async def close(self) -> None:
         self.held = None
         process, self._process = self._process, None
-        if process is not None:
-            await asyncio.to_thread(process.stop)
-        await self._bury()
-        await self.http.aclose()
+        try:
+            if process is not None:
+                await asyncio.to_thread(process.stop)
+            await self._bury()
+        finally:
+            await self.http.aclose()
 
     async def _make_ready(self, folder: Path) -> bool:
         if self._process is not None and not self._process.alive:
@@ -272,10 +293,9 @@ class UserServer(Server):
             self.http.headers["Authorization"] = f"Bearer {api_key}"
         self._api_key_env = config.api_key_env
         self._shared = shared
-        self._checked = False
 
     def lost(self, reason: str) -> None:
-        self.held, self._checked = None, False
+        self.held = None
 
     async def release(self) -> None:
         return
@@ -285,9 +305,9 @@ class UserServer(Server):
         await self.http.aclose()
 
     async def _make_ready(self, folder: Path) -> bool:
-        """Looks at how the server was started: a call of a method that its workers lack would end its engine."""
-        if self._checked:
-            return False
+        """Looks at how the server was started: a call of a method that its workers lack would end its engine.
+
+        Each time, because somebody may have restarted it otherwise."""
         try:
             self.context_length = await self._control.context_length()
             extension = await self._control.worker_extension()
@@ -298,7 +318,6 @@ class UserServer(Server):
                 f"{self.name} cannot be used: it was started without "
                 f"--worker-extension-cls worker_extension.WeightSwap; {MANUAL}"
             )
-        self._checked = True
         return False
 
     def _explained(self, fault: ControlFault) -> str:

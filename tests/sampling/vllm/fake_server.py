@@ -1,6 +1,7 @@
 """A fake vLLM server: `/v1/completions` with streaming over HTTP, answered by a made-up policy, with faults on demand.
 
-The policy emits tokens that are a hash of prompt, seed and position, so that an answer is the same wherever it is made.
+The policy emits tokens that are a hash of policy version, prompt, seed and position, so that an answer is the same
+wherever it is made, and tells of the version that it was made by.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ Edit = Callable[[dict[str, Any]], None]  # damages an event's choice
 
 def hashed(body: dict[str, Any], position: int) -> int:
     """About one token in 20 is the end."""
-    text = json.dumps([body["prompt"], body["seed"] if body["temperature"] else 0, position])
+    text = json.dumps([body["version"], body["prompt"], body["seed"] if body["temperature"] else 0, position])
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
     return END_ID if number % 20 == 0 else VOCABULARY[number % len(VOCABULARY)]
 
@@ -34,14 +35,19 @@ def hashed(body: dict[str, Any], position: int) -> int:
 class FakeServer:
     """As a `Server` of its own process: listens from `bring_to` until it is lost. Attributes say what it does wrong.
 
-    seen        bodies of all requests, in order
+    seen        bodies of all requests, in order, with the `version` that each is answered by
     open        requests being answered now; `most_open` at once so far, and the sets of seeds that were open together
-    brought     versions it was brought to
+    brought     versions that were loaded
+    proved      how often it proved what it held already
     """
 
     def __init__(self, name: str = "fake", context_length: int = 4096) -> None:
         self.name, self.held, self.context_length = name, None, 0
-        self._context_length = context_length
+        self.its_context_length = context_length
+        self.version: int | None = None  # what it samples from, whatever `held` says
+        self.sleeps = False
+        self.proved = 0
+        self.hangs_when_brought = False
         self.http = httpx.AsyncClient(timeout=None)
         self.say: Say = hashed
         self.tokens_per_event = 3
@@ -65,18 +71,27 @@ class FakeServer:
         self._numbers = itertools.count()
 
     async def bring_to(self, version: int, folder: Path, probes: Sequence[Probe]) -> None:
-        self.held = None
+        held, self.held = self.held, None
         async with asyncio.timeout(10):  # as a swap waits for requests in flight, which must have been taken back
             while self.open:
                 await asyncio.sleep(0.001)
+        while self.hangs_when_brought:
+            await asyncio.sleep(0.001)
         if self.refuse_to_start:
             self.refuse_to_start -= 1
             raise SamplerUnavailable(f"{self.name} does not start")
         if self._server is None:
             self._server = await asyncio.start_server(self._handle, "127.0.0.1", 0)
             self.http.base_url = httpx.URL(f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}")
-        self.brought.append(version)
-        self.context_length = self._context_length
+            held = None
+        if held == (version, folder):
+            if self.version != version:
+                raise SamplerUnavailable(f"{self.name} reports that it holds nothing")
+            self.proved += 1
+        else:
+            self.brought.append(version)
+        self.version = version
+        self.context_length = self.its_context_length
         self.held = (version, folder)
 
     def lost(self, reason: str) -> None:
@@ -95,7 +110,12 @@ class FakeServer:
                 task.cancel()
         self.open.clear()
 
+    def restart(self) -> None:
+        """As somebody does who starts it anew while nothing is under way."""
+        self.version = None
+
     async def release(self) -> None:
+        assert self.sleeps
         self.held = None
 
     async def close(self) -> None:
@@ -109,6 +129,7 @@ class FakeServer:
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
             length = int(head.split("content-length:")[1].split("\r\n")[0])
             body = json.loads(await reader.readexactly(length))
+            body["version"] = self.version
             self.seen.append(body)
             self.open[number] = body
             self.most_open = max(self.most_open, len(self.open))
