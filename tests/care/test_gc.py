@@ -16,8 +16,10 @@ from posttrain_core.care.fsck import check_run
 from posttrain_core.care.gc import Garbage, Kind, find_garbage, remove_garbage
 from posttrain_core.errors import ConfigError, ObjectCorrupt, RunConflict
 from posttrain_core.inspect.catalogue import Run, list_runs
+from posttrain_core.layout import Scope
 from posttrain_core.lease import Lease
 from posttrain_core.manifest import find_manifest
+from posttrain_core.records import Purpose
 from posttrain_core.store import ObjectStore, open_store
 from posttrain_core.store.protocol import ObjectInfo
 from tests.care.stores import digests, forked, train
@@ -35,7 +37,8 @@ GARBAGE = {
     "runs/r/policies/version=00002/attempt=old/model.safetensors": Kind.RETIRED,
     "runs/r/verdicts/set=other/iteration=00001/shard=0000.parquet": Kind.TABLE,
     "runs/r/eval/verdicts/set=other/iteration=00002/shard=0000.parquet": Kind.TABLE,
-    "runs/r/journal/iteration=00001/shard=0000/0000.x.parquet": Kind.JOURNAL,
+    f"{layout.journal('r', Scope(1), 0)}0000.x.parquet": Kind.JOURNAL,
+    f"{layout.journal('r', Scope(2, Purpose.EVAL), 1)}0000.x.parquet": Kind.JOURNAL,
     "runs/gone/plan/iteration=00000/shard=0000.parquet": Kind.GONE,
     "runs/gone/manifests/iteration=00000/plan.json": Kind.GONE,
 }
@@ -43,7 +46,8 @@ MARK = "runs/gone/deleted.json"
 NEEDED = [
     "runs/r/rollouts/iteration=00004/shard=0000.parquet",
     "runs/r/eval/rollouts/iteration=00005/shard=0000.parquet",
-    "runs/r/journal/iteration=00004/shard=0000/0000.x.parquet",
+    f"{layout.journal('r', Scope(4), 0)}0000.x.parquet",
+    f"{layout.journal('r', Scope(5, Purpose.EVAL), 0)}0000.x.parquet",
     "runs/r/telemetry/iteration=00001/generate.0000.x.json",
     "runs/r/notes.txt",
     "runs/damaged/plan/iteration=00000/shard=0000.parquet",
