@@ -13,6 +13,7 @@ from posttrain_core.view.text import address, label
 _COLOURS = ("#1784cc", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _GREY = "#8a8a8a"
 _DASHES = ("solid", "dash", "dot", "dashdot")
+_SAME = 1e-3  # a share of its value by which a metric may change and still be drawn as constant
 _FEW = 10  # steps that each have a tick
 _MARKERS = ("circle", "square", "diamond", "triangle-up")
 _ORDER = ("sft", "start", *STAGES)
@@ -73,7 +74,7 @@ def held_out_figure(rows: list[Evaluation]) -> Figure:
             f"{row.num_rollouts} rollouts of {row.num_problems} problems"
             for row in found
         ]
-        place = number - 1 if "" in domains else number  # a domain has one colour in both charts
+        place = number - 1 if len(domains) > 1 else number  # a domain has one colour in both charts
         data += _band(steps, [row.low for row in found], [row.high for row in found], _colour(place), name)
         data.append(_line(place, name, steps, [row.pass_rate for row in found], text))
     last = [f"{row.domain or 'all domains'} {row.pass_rate:.3f}" for row in rows if row.version == rows[-1].version]
@@ -111,6 +112,10 @@ def heat_map(run: str, found: PassRates, purpose: str) -> Figure:
             "thickness": 10,
             "outlinewidth": 0,
             "tickformat": ".0%",
+            "lenmode": "pixels",
+            "len": 190,
+            "y": 1,
+            "yanchor": "top",
         },
     }
     layout = _axes("iteration" if purpose == "train" else "policy version", "")
@@ -192,7 +197,9 @@ def _metric(title: str, points: list[tuple[int, float]]) -> Figure:
     text = [f"iteration {step}: {value:.6g}" for step, value in points]
     line = _line(0, title, steps, values, text)
     layout = _axes("iteration", "", steps) | {"height": 190, "showlegend": False}
-    layout["yaxis"] |= {"exponentformat": "e", "minexponent": 5, "nticks": 5, "automargin": True}
+    layout["yaxis"] |= {"exponentformat": "e", "minexponent": 4, "nticks": 5, "automargin": True}
+    if max(values) - min(values) <= _SAME * abs(values[-1]):  # else its noise would fill the chart
+        layout["yaxis"] |= {"range": sorted([0, 2 * values[-1]]) if values[-1] else [-1, 1]}
     return Figure(label(title), f"last: {values[-1]:.4g}", [line], layout)
 
 
