@@ -5,6 +5,7 @@ import time
 from types import TracebackType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 
@@ -52,4 +53,4 @@ class TerminalProgress:
 
     def note(self, text: str) -> None:
         elapsed = time.monotonic() - self._started
-        self._console.print(f"[dim]{elapsed:6.1f} s[/dim]  {text}", highlight=False)
+        self._console.print(f"[dim]{elapsed:6.1f} s[/dim]  {escape(text)}", highlight=False)

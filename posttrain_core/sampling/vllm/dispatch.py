@@ -104,7 +104,7 @@ class Dispatcher:
                 if self._policy != (version, folder):
                     await self._change((version, folder), probes)
                     return
-        await self._mend()
+        await self._mend((version, folder))
 
     async def sample(self, requests: Sequence[SampleRequest], on_done: OnDone) -> None:
         """Tells `on_done` of each request. When it raises or is cancelled, what is left of the requests is given up."""
@@ -192,14 +192,19 @@ class Dispatcher:
             async with self._turn:
                 self._turn.notify_all()
 
-    async def _mend(self) -> None:
-        begun = time.monotonic()
-        idle = [lane for lane in self._lanes if lane.capacity and not lane.jobs]
-        for lane in idle:
-            lane.capacity = 0  # until it has proved again: each request has a connection of its own, so that a server
-            # which was restarted meanwhile, with other weights, would go unnoticed
-        self._revive_lost()
-        proofs = [lane.revival for lane in idle if lane.revival is not None]
+    async def _mend(self, policy: Policy) -> None:
+        """Idle servers prove again what they hold: each request has a connection of its own, so that a server which was
+        restarted meanwhile, with other weights, would go unnoticed."""
+        begun, proofs = time.monotonic(), []
+        for lane in self._lanes:
+            if lane.jobs or lane.reviving:
+                continue
+            attempts = []
+            if lane.capacity:
+                lane.capacity = 0
+                attempts = [asyncio.create_task(self._bring(lane, policy))]
+            proofs += attempts
+            lane.revival = asyncio.create_task(self._revive(lane, policy, attempts))
         while not any(lane.capacity for lane in self._lanes):
             revivals = [lane.revival for lane in self._lanes if lane.revival is not None and lane.reviving]
             if not revivals:
@@ -240,14 +245,10 @@ class Dispatcher:
                 self._say(f"{server.name} is back, with policy version {policy[0]}")
                 lane.told = False
 
-    def _revive_lost(self) -> None:
-        for lane in self._lanes:
-            if self._policy is not None and not lane.capacity and not lane.reviving:
-                lane.revival = asyncio.create_task(self._revive(lane, self._policy, []))
-
-    async def _revive(self, lane: _ServerLane, policy: Policy, interrupted: Sequence[asyncio.Task[None]]) -> None:
-        if interrupted:
-            await asyncio.wait(interrupted)
+    async def _revive(self, lane: _ServerLane, policy: Policy, before: Sequence[asyncio.Task[None]]) -> None:
+        """Once the tasks `before` have ended; one of them may have brought the server up."""
+        if before:
+            await asyncio.wait(before)
         pause = 0.0
         for _ in range(ATTEMPTS):
             await asyncio.sleep(pause)

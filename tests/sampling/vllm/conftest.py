@@ -1,9 +1,10 @@
-"""Real vLLM servers with tiny policies. One server is shared by all tests that leave it running."""
+"""Real vLLM servers with tiny policies, of which one is shared by all tests that leave it running; and fake ones."""
 
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from posttrain_core.config import VllmLaunchConfig, VllmSamplerConfig
 from posttrain_core.errors import SamplerUnavailable
-from posttrain_core.sampling.protocol import Probe
+from posttrain_core.sampling.protocol import Completion, Probe, SampleRequest
 from posttrain_core.sampling.vllm.process import interpreter, vllm_version
+from posttrain_core.sampling.vllm.sampler import VllmSampler
 from posttrain_core.sampling.vllm.server import OwnServer, servers
+from tests.sampling.vllm.fake_server import FakeServer
 
 HIDDEN_SIZE = 128  # 4 heads of 32: vLLM's attention on CPU has no smaller ones
+Make = Callable[..., VllmSampler]
 
 
 @pytest.fixture(scope="session")
@@ -77,3 +81,33 @@ def probe(folder: Path, prompt_length: int = 12, response_length: int = 20) -> P
         tuple(tokens[prompt_length:]),
         tuple(token_logprobs(folder, tokens)[prompt_length - 1 :]),
     )
+
+
+@pytest.fixture(scope="session")
+def folder(tiny_llama: Callable[..., Path]) -> Path:
+    return tiny_llama(0)
+
+
+@pytest.fixture
+def make(tmp_path: Path, folder: Path) -> Iterator[Make]:
+    """A sampler over fake servers, with policy version 0 or another."""
+    made: list[VllmSampler] = []
+
+    def make_sampler(*servers: FakeServer, version: int = 0, note: Any = None, **options: Any) -> VllmSampler:
+        sampler = VllmSampler(VllmSamplerConfig(**options), "float32", tmp_path, servers, note)
+        made.append(sampler)
+        sampler.load_policy(version, folder)
+        return sampler
+
+    yield make_sampler
+    for sampler in made:
+        sampler.close()
+
+
+def requests(count: int = 12, max_new_tokens: int = 12, **options: Any) -> list[SampleRequest]:
+    """In groups of three that share a prompt."""
+    return [SampleRequest((5, 6 + index // 3), index, max_new_tokens, 1.0, **options) for index in range(count)]
+
+
+def expected(make: Make, asked: list[SampleRequest], version: int = 0) -> list[Completion]:
+    return make(FakeServer(), version=version).sample(asked)
