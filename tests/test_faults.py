@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from flows import pipeline
 from posttrain_core.config import RunConfig
 from posttrain_core.errors import ObjectCorrupt, RunConflict
 from posttrain_core.store import ObjectStore, open_store
-from tasks.runner import ThreadRunner
+from tests.crash.driver import train
 from tests.crash.harness import REPOSITORY, kill, launch, policy_digests, semantic_state
 from tests.crash.test_kills import scripted
 
@@ -50,15 +49,6 @@ def small(store: str | Path, **changes: Any) -> RunConfig:
     """Two iterations with two shards each."""
     settings: dict[str, Any] = {"iterations": 2, "checkpoint": {"every": 1}}
     return scripted(store, **settings | changes)
-
-
-def train(config: RunConfig) -> None:
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        pipeline.open_services(config, Path(scratch)) as services,
-        ThreadRunner(config.prefect) as runner,
-    ):
-        pipeline.train(services, runner)
 
 
 def train_until(config: RunConfig, pattern: str) -> None:

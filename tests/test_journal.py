@@ -1,6 +1,7 @@
 """Rollouts that had finished when a process ended are not made again."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,14 @@ import pytest
 
 from flows import pipeline
 from flows.scratch import scratch_folder
-from posttrain_core.config import ScriptedSamplerConfig
+from posttrain_core.config import RunConfig, ScriptedSamplerConfig
 from posttrain_core.errors import SamplerUnavailable
 from posttrain_core.layout import Scope
 from posttrain_core.manifest import read_table
 from posttrain_core.records import FinishReason, Outcome, Rollout
 from posttrain_core.sampling.protocol import Completion, OnDone, SampleRequest
 from posttrain_core.sampling.scripted import ScriptedSampler
+from posttrain_core.stages.context import Run
 from posttrain_core.stages.generate import generate_shard
 from posttrain_core.stages.plan import plan
 from tasks.runner import ThreadRunner
@@ -41,19 +43,26 @@ class EndingSampler(ScriptedSampler):
         return done
 
 
-@pytest.mark.parametrize("loses_a_part", [False, True])
-def test_finished_rollouts_survive_a_broken_sampler(tmp_path: Path, loses_a_part: bool) -> None:
-    settings: dict[str, Any] = {"problems_per_iteration": 4, "group_size": 4, "rollouts_per_shard": 16}
-    config = scripted(tmp_path, plan=settings, iterations=1)
-    assert config.sampler.type == "scripted"
+@contextmanager
+def planned(config: RunConfig) -> Iterator[Run]:
+    """A run whose first iteration is planned."""
     with (
         scratch_folder() as scratch,
         pipeline.open_services(config, scratch) as services,
         ThreadRunner(config.prefect) as runner,
     ):
         pipeline.begin(services, runner)
-        run, scope = services.run, Scope(0)
-        plan(run, scope)
+        plan(services.run, Scope(0))
+        yield services.run
+
+
+@pytest.mark.parametrize("loses_a_part", [False, True])
+def test_finished_rollouts_survive_a_broken_sampler(tmp_path: Path, loses_a_part: bool) -> None:
+    settings: dict[str, Any] = {"problems_per_iteration": 4, "group_size": 4, "rollouts_per_shard": 16}
+    config = scripted(tmp_path, plan=settings, iterations=1)
+    assert config.sampler.type == "scripted"
+    with planned(config) as run:
+        scope = Scope(0)
         first, second = (EndingSampler(config.sampler, *how) for how in ((5, "first"), (100, "second")))
         with pytest.raises(SamplerUnavailable):
             generate_shard(run, scope, 0, first)
@@ -82,14 +91,8 @@ def test_a_rollout_that_repeats_itself_is_truncated(tmp_path: Path) -> None:
     domains = {"program": {"type": "program", "stop": ["###"], "max_new_tokens": 7}}
     config = scripted(tmp_path, domains=domains, iterations=1)
     assert config.sampler.type == "scripted"
-    with (
-        scratch_folder() as scratch,
-        pipeline.open_services(config, scratch) as services,
-        ThreadRunner(config.prefect) as runner,
-    ):
-        pipeline.begin(services, runner)
-        plan(services.run, Scope(0))
-        table = generate_shard(services.run, Scope(0), 0, RepeatingSampler(config.sampler))
-        rollouts = read_table(services.run.store, table, Rollout)
+    with planned(config) as run:
+        table = generate_shard(run, Scope(0), 0, RepeatingSampler(config.sampler))
+        rollouts = read_table(run.store, table, Rollout)
     assert {rollout.outcome for rollout in rollouts} == {Outcome.TRUNCATED}
     assert all("repeated itself" in rollout.reason for rollout in rollouts)

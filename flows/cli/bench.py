@@ -51,8 +51,8 @@ def bench(
         config = _config(config_file, overrides or [], Path(folder), warmup + iterations + 1)
         compared = None
         if engines:
-            compared = _engines(config, Path(folder) / "engines", console)
             config = config.model_copy(update={"sampler": _vllm(config)})
+            compared = _engines(config, Path(folder) / "engines", console)
         with measuring.peak_memory() as peak:
             began = time.time()
             execute(config, prefect, console)
@@ -85,8 +85,7 @@ def _engines(config: RunConfig, scratch: Path, console: Console) -> "Engines":
     from flows import bench_engines
 
     scratch.mkdir()
-    given = config.model_copy(update={"sampler": _vllm(config)})
-    return bench_engines.compare(given, scratch, ENGINE_TOKENS, console.print)
+    return bench_engines.compare(config, scratch, ENGINE_TOKENS, console.print)
 
 
 def _engines_table(engines: "Engines") -> Table:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from posttrain_core import layout
 from posttrain_core.errors import ObjectNotFound, PosttrainError
+from posttrain_core.inspect import tables
 from posttrain_core.layout import Scope
 from posttrain_core.manifest import Manifest, ObjectRef, parse_manifest
 from posttrain_core.records import Purpose
@@ -19,14 +20,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 START = Scope(-1)  # what comes before the first iteration: sft, publish
-STAGE_OF_TABLE = {
-    "plan": "plan",
-    "rollouts": "generate",
-    "executions": "execute",
-    "verdicts": "verify",
-    "samples": "update",
-    "journal": "generate",
-}
+STAGE_OF_TABLE = tables.STAGE_OF_TABLE | {"journal": "generate"}
 NUM_READERS = 16
 
 _SCOPE = r"^runs/[^/]+/(?:(eval|audit)/)?"

@@ -22,7 +22,7 @@ class Journal:
     a block that failed. `finished` holds the rollouts that an earlier process put down."""
 
     def __init__(self, run: Run, scope: Scope, shard: int, expected: Fingerprint) -> None:
-        self._run, self._scope, self._shard, self._expected = run, scope, shard, expected
+        self._run, self._scope, self._expected = run, scope, expected
         self._pending: list[Rollout] = []
         self._lock = threading.Lock()
         self._closing = threading.Event()

@@ -4,16 +4,13 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from flows.cli.main import main
 from posttrain_core.store import open_store
 from tests.care.test_fsck import TABLE
-
-Command = Callable[..., tuple[int, str, str]]
+from tests.command import Command, make_command
 
 
 @pytest.fixture
@@ -25,17 +22,7 @@ def store(finished_run: Path, tmp_path: Path) -> Path:
 def posttrain(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Command:
-    monkeypatch.setenv("POSTTRAIN_STORE", str(store))
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["posttrain", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        output = capsys.readouterr()
-        return int(ended.value.code or 0), output.out, output.err
-
-    return call
+    return make_command(store, tmp_path, monkeypatch, capsys)
 
 
 def test_fsck(posttrain: Command, store: Path) -> None:

@@ -48,18 +48,23 @@ class KillingStore:
         return write
 
 
-def main(config_json: str, pattern: str = "", when: str = "after", number: str = "1") -> None:
-    config = RunConfig.model_validate_json(config_json)
-    if seconds := os.environ.get("LEASE_SECONDS"):
-        pipeline.Lease = partial(Lease, ttl_seconds=float(seconds))  # type: ignore[assignment,misc]
-    if pattern:
-        pipeline.open_store = lambda url: KillingStore(open_store(url), pattern, when, int(number))  # type: ignore[assignment]
+def train(config: RunConfig) -> None:
+    """A whole run in this process, in plain threads."""
     with (
         scratch_folder() as scratch,
         pipeline.open_services(config, scratch) as services,
         ThreadRunner(config.prefect) as runner,
     ):
         pipeline.train(services, runner)
+
+
+def main(config_json: str, pattern: str = "", when: str = "after", number: str = "1") -> None:
+    config = RunConfig.model_validate_json(config_json)
+    if seconds := os.environ.get("LEASE_SECONDS"):
+        pipeline.Lease = partial(Lease, ttl_seconds=float(seconds))  # type: ignore[assignment,misc]
+    if pattern:
+        pipeline.open_store = lambda url: KillingStore(open_store(url), pattern, when, int(number))  # type: ignore[assignment]
+    train(config)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Nothing is lost, nothing is done twice, and the final state is the undisturbed r
 """
 
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -25,8 +24,8 @@ from posttrain_core.errors import RunConflict, StoreError
 from posttrain_core.lease import Lease
 from posttrain_core.store import ObjectStore
 from posttrain_core.store.s3 import S3Store, connect
-from tasks.runner import ThreadRunner
 from tests.conftest import BUCKET
+from tests.crash.driver import train
 from tests.crash.harness import kill, launch, nothing_computed_again, policy_digests, semantic_state
 from tests.crash.proxy import Fault, FaultyProxy, Schedule
 from tests.crash.test_kills import scripted
@@ -87,15 +86,6 @@ def tiny(store: str | Path, **changes: Any) -> RunConfig:
         "prefect": {"retries": 2, "retry_delay_seconds": 0.05},
     }
     return scripted(store, **settings | changes)
-
-
-def train(config: RunConfig) -> None:
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        pipeline.open_services(config, Path(scratch)) as services,
-        ThreadRunner(config.prefect) as runner,
-    ):
-        pipeline.train(services, runner)
 
 
 @pytest.fixture(scope="module")

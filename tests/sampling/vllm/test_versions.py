@@ -194,6 +194,7 @@ def test_release_does_not_wait_for_the_revival_of_a_server_that_does_not_sleep(f
             hung.hangs_when_brought = False
             while hung.held is None:
                 await asyncio.sleep(0.001)
+        assert (hung.held, good.held) == ((0, folder), (0, folder))
         await dispatcher.close()
 
     asyncio.run(run())
